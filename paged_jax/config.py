@@ -1,0 +1,123 @@
+"""Frozen, validated settings: what a model needs from the cache, and how the engine runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ValueError(message)`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def _require_int(name: str, value: Any, minimum: int) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    require(is_int and value >= minimum, f"{name}={value!r} must be an integer >= {minimum}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """The facts about a model that the cache, the pool and the scheduler need.
+
+    Attributes:
+      num_layers: layers that keep keys and values (L).
+      num_heads: query heads (H).
+      num_kv_heads: key/value heads (K); must divide ``num_heads``.
+      head_dim: channels a head (D).
+      vocab_size: entries of the logits (V).
+      max_position: longest context in tokens that the model was made for.
+
+    Raises:
+      ValueError: a field is not a positive integer, or K does not divide H.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _require_int(field.name, getattr(self, field.name), 1)
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}",
+        )
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Stored numbers a token: keys and values of all layers and heads."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine sizes its pool and batches its work.
+
+    The pool is sized by exactly one of ``num_blocks``, ``pool_bytes`` and ``memory_fraction``;
+    with none given, for ``max_num_seqs`` sequences of 1024 tokens (or ``max_model_len``, if less).
+
+    Attributes:
+      block_size: token positions a block (S); the paper's default is 16.
+      num_blocks: blocks in the pool, the null block included.
+      pool_bytes: bytes that the pool may take.
+      memory_fraction: share in (0, 1) of the device's free memory.
+      kv_dtype: dtype name of the pool.
+      max_num_seqs: most sequences in one step.
+      max_num_batched_tokens: most prompt tokens computed in one step (the token budget).
+      prefill_row_len: tokens a prefill row (T); prompts are cut into rows of this length.
+      prefill_chunk_len: most tokens of one prompt in one step; None means the whole budget.
+      max_model_len: longest context; None means the model's own, and never more than the pool.
+      seed: draws the random streams of requests that bring no seed of their own.
+      attention_backend: 'reference', 'xla', ... or None for the best one here.
+      donate: give the pool's buffer to each step (False keeps a second pool, for debugging).
+      check_logits: raise FloatingPointError when a step yields NaN logits.
+      debug_integrity: call ``check_integrity()`` after every step.
+
+    Raises:
+      ValueError: a value is out of range, or the pool is sized in two ways.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    pool_bytes: int | None = None
+    memory_fraction: float | None = None
+    kv_dtype: str = "float32"
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    prefill_row_len: int = 32
+    prefill_chunk_len: int | None = None
+    max_model_len: int | None = None
+    seed: int = 0
+    attention_backend: str | None = None
+    donate: bool = True
+    check_logits: bool = False
+    debug_integrity: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "prefill_row_len"):
+            _require_int(name, getattr(self, name), 1)
+        for name, minimum in (
+            ("num_blocks", 2),
+            ("pool_bytes", 1),
+            ("prefill_chunk_len", 1),
+            ("max_model_len", 1),
+        ):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name), minimum)
+        _require_int("seed", self.seed, 0)
+        require(
+            self.memory_fraction is None or 0 < self.memory_fraction < 1,
+            f"memory_fraction={self.memory_fraction!r} must lie between 0 and 1",
+        )
+        sizes = ("num_blocks", "pool_bytes", "memory_fraction")
+        given = [name for name in sizes if getattr(self, name) is not None]
+        require(len(given) <= 1, f"size the pool in one way, not by {' and '.join(given)}")
+        require(
+            self.kv_dtype in ("float32", "bfloat16", "float16"),
+            f"kv_dtype={self.kv_dtype!r} must be 'float32', 'bfloat16' or 'float16'",
+        )

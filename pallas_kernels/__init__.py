@@ -1,0 +1,1 @@
+"""Kernels over a KV pool: arrays in, arrays out. They know blocks, never requests."""
