@@ -1,0 +1,274 @@
+"""What a model sees of the KV cache: one ``attend`` a layer, paged or dense behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from paged_jax.config import ModelSpec
+from paged_jax.pool import NULL_BLOCK, KVPool
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.paged_attention import paged_attention
+
+ScoreFn = Callable[..., Array]
+
+
+class KVCache(Protocol):
+    """The interface that every model is written against."""
+
+    def attend(
+        self,
+        layer: Int[Array, ""] | int,
+        q: Float[Array, "B T H D"],
+        k: Float[Array, "B T K D"],
+        v: Float[Array, "B T K D"],
+        *,
+        scale: float | None = None,
+        window: Int[Array, ""] | int | None = None,
+        soft_cap: float | None = None,
+        sinks: Float[Array, "H"] | None = None,
+        score_fn: ScoreFn | None = None,
+    ) -> tuple[Float[Array, "B T H D"], Self]:
+        """Store the new keys and values of ``layer``, then attend to all of them, causally.
+
+        Args:
+          layer: layer index, traced or not.
+          q: queries; row b's first ``q_lens[b]`` are real, the rest padding.
+          k: new keys, in the same positions.
+          v: new values, in the same positions.
+          scale: factor on the scores; None means ``D ** -0.5``.
+          window: attend to exactly this many keys, the query's own included; None means all.
+          soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
+          sinks: one extra logit a head that takes part in the softmax's sum only.
+          score_fn: ``score_fn(score, row, head, q_pos, k_pos)`` after scale and soft cap.
+
+        Returns:
+          The outputs (zeros at padding) and the cache with the new entries.
+        """
+        ...
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pool", "block_tables", "slot_mapping", "kv_lens", "q_lens"],
+    meta_fields=["backend"],
+)
+@dataclasses.dataclass(frozen=True)
+class PagedKVCache:
+    """A step's view of the pool: which blocks each row reads and which slots it writes.
+
+    Attributes:
+      pool: the blocks of all sequences.
+      block_tables: each row's blocks in logical order; unused entries are the null block.
+      slot_mapping: where each new token goes, ``block_id * S + offset``.
+      kv_lens: tokens each row may attend to, this step's included.
+      q_lens: this step's new tokens a row; 0 marks a padding row.
+      backend: attention backend, or None for the best one here.
+    """
+
+    pool: KVPool
+    block_tables: Int[Array, "B M"]
+    slot_mapping: Int[Array, "B T"]
+    kv_lens: Int[Array, "B"]
+    q_lens: Int[Array, "B"]
+    backend: str | None = None
+
+    @classmethod
+    def from_tables(
+        cls,
+        pool: KVPool,
+        block_tables: Int[Array, "B M"],
+        starts: Int[Array, "B"],
+        q_lens: Int[Array, "B"],
+        *,
+        num_new: int,
+        backend: str | None = None,
+    ) -> PagedKVCache:
+        """Derive the slots from the tables.
+
+        Args:
+          pool: the blocks.
+          block_tables: each row's blocks in logical order, enough for ``starts + q_lens`` tokens.
+          starts: position of each row's first new token.
+          q_lens: new tokens a row, at most ``num_new``.
+          num_new: padded width of a row (T).
+          backend: attention backend, or None for the best one here.
+        """
+        block_size, table_width = pool.block_size, block_tables.shape[1]
+        offsets = jnp.arange(num_new, dtype=jnp.int32)
+        positions = starts[:, None] + offsets  # [B, T]
+        is_new = offsets < q_lens[:, None]  # [B, T]
+        entry = jnp.clip(positions // block_size, 0, table_width - 1)
+        block_ids = jnp.where(is_new, jnp.take_along_axis(block_tables, entry, axis=1), NULL_BLOCK)
+        slot_mapping = block_ids * block_size + jnp.where(is_new, positions % block_size, 0)
+        kv_lens = jnp.where(q_lens > 0, starts + q_lens, 0)
+        return cls(pool, block_tables, slot_mapping, kv_lens, q_lens, backend)
+
+    def attend(
+        self,
+        layer: Int[Array, ""] | int,
+        q: Float[Array, "B T H D"],
+        k: Float[Array, "B T K D"],
+        v: Float[Array, "B T K D"],
+        **options: Any,
+    ) -> tuple[Float[Array, "B T H D"], PagedKVCache]:
+        """See ``KVCache.attend``."""
+        blocks = self.pool.blocks
+        num_blocks, block_size = self.pool.num_blocks, self.pool.block_size
+        first_block = jnp.asarray(layer, jnp.int32) * num_blocks
+        # Layers are folded into the block ids: slicing a layer out of the pool would copy it.
+        flat = blocks.reshape(-1, *blocks.shape[2:])  # [L*P, 2, K, S, D]
+        slots = self.slot_mapping + first_block * block_size
+        flat = kv_write(flat, k, v, slots, self.q_lens, backend=self.backend)
+        out = paged_attention(
+            q,
+            flat,
+            self.block_tables + first_block,
+            self.kv_lens,
+            self.q_lens,
+            backend=self.backend,
+            **options,
+        )
+        return out, dataclasses.replace(self, pool=KVPool(flat.reshape(blocks.shape)))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["kv", "starts", "q_lens"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class DenseKVCache:
+    """The contiguous baseline: one region of C positions a row, reserved whole.
+
+    Attributes:
+      kv: ``[L, B, 2, K, C, D]``, head-major like the pool's blocks.
+      starts: position of each row's first new token (its length before this step).
+      q_lens: this step's new tokens a row; 0 marks a padding row.
+    """
+
+    kv: Float[Array, "L B 2 K C D"]
+    starts: Int[Array, "B"]
+    q_lens: Int[Array, "B"]
+
+    @classmethod
+    def create(
+        cls,
+        spec: ModelSpec,
+        *,
+        batch_size: int,
+        capacity: int,
+        dtype: Any = jnp.float32,
+        fill: float = 0.0,
+    ) -> DenseKVCache:
+        """Reserve ``capacity`` positions for each of ``batch_size`` rows."""
+        shape = (spec.num_layers, batch_size, 2, spec.num_kv_heads, capacity, spec.head_dim)
+        kv = jax.jit(lambda: jnp.full(shape, fill, dtype=dtype))()
+        zeros = jnp.zeros((batch_size,), jnp.int32)
+        return cls(kv, zeros, zeros)
+
+    def at(self, starts: Int[Array, "B"], q_lens: Int[Array, "B"]) -> DenseKVCache:
+        """Return the same cache, set to receive ``q_lens`` new tokens at ``starts``."""
+        return dataclasses.replace(self, starts=starts, q_lens=q_lens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole cache."""
+        return self.kv.size * self.kv.dtype.itemsize
+
+    def attend(
+        self,
+        layer: Int[Array, ""] | int,
+        q: Float[Array, "B T H D"],
+        k: Float[Array, "B T K D"],
+        v: Float[Array, "B T K D"],
+        **options: Any,
+    ) -> tuple[Float[Array, "B T H D"], DenseKVCache]:
+        """See ``KVCache.attend``."""
+        batch_size, num_new = q.shape[:2]
+        capacity = self.kv.shape[4]
+        offsets = jnp.arange(num_new, dtype=jnp.int32)
+        positions = self.starts[:, None] + offsets  # [B, T]
+        # Padding goes one past the end and is dropped; -1 would wrap to the last slot.
+        target = jnp.where(offsets < self.q_lens[:, None], positions, capacity)
+        rows = jnp.arange(batch_size)[:, None]
+        new_kv = jnp.stack([k, v], axis=2).astype(self.kv.dtype)  # [B, T, 2, K, D]
+        kv = self.kv.at[layer, rows, :, :, target].set(new_kv, mode="drop")
+        out = dense_attention(
+            q, kv[layer], self.starts + self.q_lens, self.q_lens, positions, **options
+        )
+        return out, dataclasses.replace(self, kv=kv)
+
+
+def dense_attention(
+    q: Float[Array, "B T H D"],
+    kv: Float[Array, "B 2 K C D"],
+    kv_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    positions: Int[Array, "B T"],
+    *,
+    scale: float | None = None,
+    window: Int[Array, ""] | int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
+    score_fn: ScoreFn | None = None,
+) -> Float[Array, "B T H D"]:
+    """Causal attention over a contiguous cache, all positions at once (the plain softmax).
+
+    Independent of the paged op on purpose: the two are compared with each other.
+
+    Args:
+      q: queries.
+      kv: keys (index 0 of the second axis) and values of one layer.
+      kv_lens: valid positions a row, this step's tokens included.
+      q_lens: real queries a row.
+      positions: position of each query.
+      scale: see ``KVCache.attend``, as for the rest.
+      window: likewise.
+      soft_cap: likewise.
+      sinks: likewise.
+      score_fn: likewise.
+
+    Returns:
+      Outputs in q's dtype; zeros at padding.
+    """
+    num_rows, num_new, num_heads, head_dim = q.shape
+    num_kv_heads, capacity = kv.shape[2:4]
+    scale = head_dim**-0.5 if scale is None else scale
+    grouped = q.reshape(num_rows, num_new, num_kv_heads, -1, head_dim)  # [B, T, K, G, D]
+    k_pos = jnp.arange(capacity, dtype=jnp.int32)
+    is_written = k_pos < kv_lens[:, None]  # [B, C]
+    values = jnp.where(is_written[:, None, :, None], kv[:, 1], 0)  # [B, K, C, D]
+    scores = jnp.einsum("btkgd,bkcd->bkgtc", grouped, kv[:, 0], preferred_element_type=jnp.float32)
+    scores = scores * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    if score_fn is not None:
+        rows = jnp.arange(num_rows)[:, None, None, None, None]
+        heads = jnp.arange(num_heads).reshape(1, num_kv_heads, -1, 1, 1)
+        q_pos = positions[:, None, None, :, None]
+        scores = score_fn(scores, rows, heads, q_pos, k_pos)
+    seen = is_written[:, None] & (k_pos <= positions[..., None])  # [B, T, C]
+    if window is not None:
+        seen &= k_pos > positions[..., None] - window
+    seen &= (jnp.arange(num_new) < q_lens[:, None])[..., None]
+    seen = seen[:, None, None]  # [B, 1, 1, T, C]
+    top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1, 1)
+        top = jnp.maximum(top, sink)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores, 0.0) - top), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sink - top)
+    weights = weights / jnp.where(total > 0, total, 1.0)
+    out = jnp.einsum(
+        "bkgtc,bkcd->btkgd", weights.astype(kv.dtype), values, preferred_element_type=jnp.float32
+    )
+    is_query = (jnp.arange(num_new) < q_lens[:, None])[:, :, None, None]
+    return jnp.where(is_query, out.reshape(q.shape), 0).astype(q.dtype)
