@@ -1,0 +1,89 @@
+"""`kv_write`: the fused reshape-and-write of new keys and values into blocks."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.backends import pick_backend
+from pallas_kernels.kv_write.reference import kv_write_reference
+from pallas_kernels.paged_attention.validate import (
+    check_float,
+    check_int32,
+    check_kv_blocks,
+    is_concrete,
+)
+
+BACKENDS = {"reference": kv_write_reference}
+
+
+def kv_write(
+    kv_blocks: Float[Array, "N 2 K S D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    slot_mapping: Int[Array, "B T"],
+    q_lens: Int[Array, "B"],
+    *,
+    backend: str | None = None,
+) -> Float[Array, "N 2 K S D"]:
+    """Write each row's new keys and values to their slots; in place when the pool is donated.
+
+    In words of a loop::
+
+        for b, t in rows, range(q_lens[b]):
+            block, slot = slot_mapping[b, t] // S, slot_mapping[b, t] % S
+            kv_blocks[block, 0, :, slot] = k[b, t]
+            kv_blocks[block, 1, :, slot] = v[b, t]
+
+    Padded positions (`t >= q_lens[b]`), whatever their slot, change nothing but, perhaps, slot 0
+    of block 0 (the null block). Inside `jit`, where values are not checked, so do slots outside
+    the pool. Values are cast to the pool's dtype.
+
+    Args:
+        kv_blocks: the pool, K at index 0 and V at 1 of the second axis.
+        k: new keys.
+        v: new values.
+        slot_mapping: `block * S + offset` of each new token, int32.
+        q_lens: new tokens in the row, int32.
+        backend: "reference", "xla" or None: the best one here; a named one never falls back.
+
+    Raises:
+        ValueError: a shape, dtype or value that does not fit (two tokens for one slot, a slot
+            outside the pool), or an unknown backend.
+        NotImplementedError: a backend that is not available.
+    """
+    _check(kv_blocks, k, v, slot_mapping, q_lens)
+    return pick_backend("kv_write", backend, BACKENDS)(
+        jnp.asarray(kv_blocks),
+        jnp.asarray(k),
+        jnp.asarray(v),
+        jnp.asarray(slot_mapping),
+        jnp.asarray(q_lens),
+    )
+
+
+def _check(kv_blocks: Any, k: Any, v: Any, slot_mapping: Any, q_lens: Any) -> None:
+    check_kv_blocks(kv_blocks)
+    N, _, K, S, D = kv_blocks.shape
+    for name, x in (("k", k), ("v", v)):
+        check_float(name, x)
+        if x.ndim != 4 or tuple(x.shape) != (*k.shape[:2], K, D):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; must be [B, T, {K}, {D}]")
+    B, T = k.shape[:2]
+    check_int32("slot_mapping", slot_mapping, (B, T))
+    check_int32("q_lens", q_lens, (B,))
+    if not (is_concrete(slot_mapping) and is_concrete(q_lens)):
+        return
+    new, slots = np.asarray(q_lens), np.asarray(slot_mapping)
+    if new.size and (new.min() < 0 or new.max() > T):
+        raise ValueError(f"q_lens has values {new.min()}..{new.max()}; must be within 0..T={T}")
+    slots = slots[np.arange(T) < new[:, None]]
+    if slots.size and (slots.min() < 0 or slots.max() >= N * S):
+        raise ValueError(
+            f"slot_mapping has values {slots.min()}..{slots.max()}; must be within 0..{N * S - 1}"
+        )
+    values, counts = np.unique(slots, return_counts=True)
+    if slots.size and counts.max() > 1:
+        slot = values[counts.argmax()]
+        raise ValueError(f"slot_mapping names slot {slot} {counts.max()} times; must be once")

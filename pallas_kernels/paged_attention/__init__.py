@@ -1,0 +1,5 @@
+"""Attention over a paged KV pool."""
+
+from pallas_kernels.paged_attention.api import paged_attention
+
+__all__ = ["paged_attention"]
