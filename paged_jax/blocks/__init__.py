@@ -1,0 +1,1 @@
+"""Host side: which blocks of the pool belong to which sequence. Never imports jax."""

@@ -1,0 +1,1 @@
+"""Host side: which tokens of which sequences each step computes. Never imports jax."""

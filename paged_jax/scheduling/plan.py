@@ -1,0 +1,70 @@
+"""What one step does: block copies, then prefill and decode rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from paged_jax.blocks.block_manager import BlockCopy
+from paged_jax.scheduling.sequence import Sequence
+
+
+class PlanRow(NamedTuple):
+    """Positions ``start .. start + num_new - 1`` of a sequence, computed in one step.
+
+    The row attends to ``start + num_new`` positions. When ``samples``, its last position yields
+    the sequence's next token. A prefill row's tokens are known on the host
+    (``sequence.token_slice``); a decode row's one token is the device's last sampled one.
+    """
+
+    sequence: Sequence
+    start: int
+    num_new: int
+    samples: bool
+
+
+@dataclasses.dataclass(slots=True)
+class Plan:
+    """One step's work, in the order in which the device does it: copies, then rows.
+
+    Attributes:
+      step: number of this step, from 1.
+      copies: ``(src, dst)`` block copies; no block is in both columns.
+      prefill_rows: rows of prompts; several may belong to one sequence, in position order.
+      decode_rows: one row of one token for each decoding sequence.
+      admitted: sequences that got their ``state_slot`` in this step (new or resumed): their row
+        state must be set up, from ``prompt_token_ids`` and ``output_token_ids``.
+    """
+
+    step: int
+    copies: list[BlockCopy] = dataclasses.field(default_factory=list)
+    prefill_rows: list[PlanRow] = dataclasses.field(default_factory=list)
+    decode_rows: list[PlanRow] = dataclasses.field(default_factory=list)
+    admitted: list[Sequence] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not (self.prefill_rows or self.decode_rows)
+
+    @property
+    def sampling_rows(self) -> list[PlanRow]:
+        """The rows that yield a token, prefill rows first: the order of a step's results."""
+        return [row for row in self.prefill_rows if row.samples] + self.decode_rows
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Token positions computed."""
+        return sum(row.num_new for row in self.prefill_rows) + len(self.decode_rows)
+
+
+class NeedsValues:
+    """Returned by ``Scheduler.schedule`` when sampled tokens in flight must arrive first."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "NEEDS_VALUES"
+
+
+NEEDS_VALUES = NeedsValues()

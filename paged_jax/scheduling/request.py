@@ -1,0 +1,50 @@
+"""What a user asked for, as the scheduler sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paged_jax.sampling.params import SamplingParams
+
+
+class Request:
+    """One prompt with its parameters; compared by identity.
+
+    Args:
+      request_id: the user's handle; may be used again once the request has ended.
+      prompt_token_ids: the prompt.
+      params: limits and stop conditions. The scheduler reads ``max_tokens``, ``min_tokens``,
+        ``stop_token_ids`` and ``ignore_eos`` only.
+      eos_token_ids: the model's end tokens.
+
+    Attributes:
+      arrival: its place in the line, -1 until the scheduler has added it.
+      stop_ids: token ids that end it: its stop tokens and, unless ignored, the end tokens.
+    """
+
+    __slots__ = (
+        "arrival",
+        "eos_token_ids",
+        "params",
+        "prompt_token_ids",
+        "request_id",
+        "stop_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: Hashable,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.arrival = -1
+        ends = () if params.ignore_eos else self.eos_token_ids
+        self.stop_ids = frozenset(params.stop_token_ids or ()).union(ends)
