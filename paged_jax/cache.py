@@ -32,7 +32,7 @@ class KVCache(Protocol):
         scale: float | None = None,
         window: Int[Array, ""] | int | None = None,
         soft_cap: float | None = None,
-        sinks: Float[Array, "H"] | None = None,
+        sinks: Float[Array, H] | None = None,
         score_fn: ScoreFn | None = None,
     ) -> tuple[Float[Array, "B T H D"], Self]:
         """Store the new keys and values of ``layer``, then attend to all of them, causally.
@@ -75,8 +75,8 @@ class PagedKVCache:
     pool: KVPool
     block_tables: Int[Array, "B M"]
     slot_mapping: Int[Array, "B T"]
-    kv_lens: Int[Array, "B"]
-    q_lens: Int[Array, "B"]
+    kv_lens: Int[Array, B]
+    q_lens: Int[Array, B]
     backend: str | None = None
 
     @classmethod
@@ -84,8 +84,8 @@ class PagedKVCache:
         cls,
         pool: KVPool,
         block_tables: Int[Array, "B M"],
-        starts: Int[Array, "B"],
-        q_lens: Int[Array, "B"],
+        starts: Int[Array, B],
+        q_lens: Int[Array, B],
         *,
         num_new: int,
         backend: str | None = None,
@@ -135,6 +135,7 @@ class PagedKVCache:
             backend=self.backend,
             **options,
         )
+        assert not isinstance(out, tuple)  # no lse was asked for
         return out, dataclasses.replace(self, pool=KVPool(flat.reshape(blocks.shape)))
 
 
@@ -152,8 +153,8 @@ class DenseKVCache:
     """
 
     kv: Float[Array, "L B 2 K C D"]
-    starts: Int[Array, "B"]
-    q_lens: Int[Array, "B"]
+    starts: Int[Array, B]
+    q_lens: Int[Array, B]
 
     @classmethod
     def create(
@@ -171,7 +172,7 @@ class DenseKVCache:
         zeros = jnp.zeros((batch_size,), jnp.int32)
         return cls(kv, zeros, zeros)
 
-    def at(self, starts: Int[Array, "B"], q_lens: Int[Array, "B"]) -> DenseKVCache:
+    def at(self, starts: Int[Array, B], q_lens: Int[Array, B]) -> DenseKVCache:
         """Return the same cache, set to receive ``q_lens`` new tokens at ``starts``."""
         return dataclasses.replace(self, starts=starts, q_lens=q_lens)
 
@@ -207,14 +208,14 @@ class DenseKVCache:
 def dense_attention(
     q: Float[Array, "B T H D"],
     kv: Float[Array, "B 2 K C D"],
-    kv_lens: Int[Array, "B"],
-    q_lens: Int[Array, "B"],
+    kv_lens: Int[Array, B],
+    q_lens: Int[Array, B],
     positions: Int[Array, "B T"],
     *,
     scale: float | None = None,
     window: Int[Array, ""] | int | None = None,
     soft_cap: float | None = None,
-    sinks: Float[Array, "H"] | None = None,
+    sinks: Float[Array, H] | None = None,
     score_fn: ScoreFn | None = None,
 ) -> Float[Array, "B T H D"]:
     """Causal attention over a contiguous cache, all positions at once (the plain softmax).
@@ -238,13 +239,13 @@ def dense_attention(
     """
     num_rows, num_new, num_heads, head_dim = q.shape
     num_kv_heads, capacity = kv.shape[2:4]
-    scale = head_dim**-0.5 if scale is None else scale
+    factor = head_dim**-0.5 if scale is None else scale
     grouped = q.reshape(num_rows, num_new, num_kv_heads, -1, head_dim)  # [B, T, K, G, D]
     k_pos = jnp.arange(capacity, dtype=jnp.int32)
     is_written = k_pos < kv_lens[:, None]  # [B, C]
     values = jnp.where(is_written[:, None, :, None], kv[:, 1], 0)  # [B, K, C, D]
     scores = jnp.einsum("btkgd,bkcd->bkgtc", grouped, kv[:, 0], preferred_element_type=jnp.float32)
-    scores = scores * scale
+    scores = scores * factor
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     if score_fn is not None:
@@ -258,13 +259,14 @@ def dense_attention(
     seen &= (jnp.arange(num_new) < q_lens[:, None])[..., None]
     seen = seen[:, None, None]  # [B, 1, 1, T, C]
     top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
+    sink = None
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1, 1)
         top = jnp.maximum(top, sink)
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores, 0.0) - top), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    if sinks is not None:
+    if sink is not None:
         total = total + jnp.exp(sink - top)
     weights = weights / jnp.where(total > 0, total, 1.0)
     out = jnp.einsum(

@@ -58,7 +58,7 @@ class KVPool:
         num_rows = int(np.prod(shape[:-1], dtype=np.int64))
         require(
             num_rows < 2**31,
-            f"num_blocks={num_blocks} makes {num_rows} rows (L*P*2*K*S), which must stay under 2**31",
+            f"num_blocks={num_blocks} makes {num_rows} rows (L*P*2*K*S), must be under 2**31",
         )
         # One jitted call, so that a pool costs one compilation and no second buffer.
         blocks = jax.jit(lambda: jnp.full(shape, fill, dtype=dtype))()

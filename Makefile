@@ -1,0 +1,52 @@
+# `make demo` and `make test` need nothing but a Python >= 3.12; BUILD.md lists every command.
+SHELL := /bin/bash
+VENV ?= .venv
+CONSTRAINTS ?= constraints-max.txt
+PY := $(VENV)/bin/python
+RUFF := $(VENV)/bin/ruff
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+.PHONY: help demo install dev test lint types unit test-all test-min fmt bench clean
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install:
+	@PYTHON="$(PYTHON)" scripts/make_venv.sh $(VENV) base $(CONSTRAINTS)
+
+dev:
+	@PYTHON="$(PYTHON)" scripts/make_venv.sh $(VENV) dev $(CONSTRAINTS)
+
+demo: install ## real text from a real model out of a paged pool, and what a dense cache would have held
+	@$(PY) scripts/demo.py
+
+test: lint types unit ## lint, types and the sampled tests (what CI runs)
+
+lint: dev ## ruff format and check
+	$(RUFF) format --check .
+	$(RUFF) check .
+
+types: dev ## pyright
+	$(PY) -m pyright --pythonpath $(PY)
+
+unit: dev ## the sampled tests
+	$(PY) -m pytest -n $(JOBS) -m "not long" $(PYTEST_ARGS)
+
+test-all: lint types ## everything, the long part included
+	$(PY) -m pytest -n $(JOBS) -m "not long" $(PYTEST_ARGS)
+	$(PY) -m pytest -m long $(PYTEST_ARGS)
+
+test-min: ## the sampled tests on the oldest JAX that is supported
+	$(MAKE) unit VENV=.venv-min CONSTRAINTS=constraints-min.txt
+
+fmt: dev ## format and fix what ruff can fix
+	$(RUFF) format .
+	$(RUFF) check --fix .
+
+bench: install ## the benchmarks of this machine (minutes)
+	$(PY) scripts/bench_throughput.py
+	$(PY) scripts/bench_attention.py
+
+clean: ## remove environments and caches of the checkout (not the converted weights)
+	rm -rf .venv .venv-min .pytest_cache .ruff_cache .hypothesis build *.egg-info

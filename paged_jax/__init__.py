@@ -1,0 +1,62 @@
+"""PagedAttention for JAX: Flax models that decode against one preallocated pool of KV blocks."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paged_jax.cache import DenseKVCache, KVCache, PagedKVCache
+    from paged_jax.config import EngineConfig, ModelSpec
+    from paged_jax.engine import Engine
+    from paged_jax.metrics import EngineStats, count_compilations
+    from paged_jax.model import Model, Tokenizer
+    from paged_jax.outputs import PositionLogprobs, RequestOutput
+    from paged_jax.pool import KVPool
+    from paged_jax.sampling.params import SamplingParams
+
+# Names are imported when they are first used: the host side (``paged_jax.blocks``,
+# ``paged_jax.scheduling``) is plain Python and can be used without importing jax.
+_MODULES = {
+    "DenseKVCache": "cache",
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "EngineStats": "metrics",
+    "KVCache": "cache",
+    "KVPool": "pool",
+    "Model": "model",
+    "ModelSpec": "config",
+    "PagedKVCache": "cache",
+    "PositionLogprobs": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling.params",
+    "Tokenizer": "model",
+    "count_compilations": "metrics",
+}
+
+__all__ = [
+    "DenseKVCache",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "KVCache",
+    "KVPool",
+    "Model",
+    "ModelSpec",
+    "PagedKVCache",
+    "PositionLogprobs",
+    "RequestOutput",
+    "SamplingParams",
+    "Tokenizer",
+    "count_compilations",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,274 @@
+"""The only door from host to device: the rows of a plan become one padded int32 array.
+
+One array means one transfer a step, whatever the rows ask for. Floats travel as their bit patterns.
+``pack`` (numpy, host) and ``unpack`` (jax, inside the step) are each other's inverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, UInt32
+
+from paged_jax.sampling.inputs import SamplerFlags, SamplerInputs
+from paged_jax.sampling.noise import base_key
+from paged_jax.scheduling.plan import PlanRow
+from paged_jax.scheduling.sequence import Sequence
+
+# Columns that change every step, then those that a sequence keeps while it is resident.
+STEP_COLUMNS = ("state_slot", "start", "num_new", "samples")
+INT_COLUMNS = ("key_high", "key_low", "first_position", "top_k")
+FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+FLOAT_FIELDS = (*FLOAT_COLUMNS[:3], *(f"{name}_penalty" for name in FLOAT_COLUMNS[3:]))
+NUM_STEP = len(STEP_COLUMNS)
+NUM_RESIDENT = len(INT_COLUMNS) + len(FLOAT_COLUMNS)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchLayout:
+    """The static shape of a packed batch; one compiled step each.
+
+    Attributes:
+      num_rows: padded rows (B).
+      num_new: padded new tokens a row (T).
+      table_width: padded blocks a row (M).
+      is_decode: the tokens are the device's own last samples, not the host's.
+      flags: which sampling features the rows use.
+      prompt_logprobs: top-N kept for every prompt position, or None for none.
+    """
+
+    num_rows: int
+    num_new: int
+    table_width: int
+    is_decode: bool
+    flags: SamplerFlags
+    prompt_logprobs: int | None = None
+
+    @property
+    def num_token_columns(self) -> int:
+        """Columns that hold token ids: the row's tokens and, for prompt logprobs, their targets."""
+        if self.is_decode:
+            return 0
+        return self.num_new * (1 if self.prompt_logprobs is None else 2)
+
+    @property
+    def table_offset(self) -> int:
+        """Column where the block table begins."""
+        return NUM_STEP + NUM_RESIDENT + self.num_token_columns + 2 * self.flags.bias_width
+
+    @property
+    def num_columns(self) -> int:
+        """Width of the packed array."""
+        return self.table_offset + self.table_width
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "state_slot", "start", "num_new", "samples", "base_key", "first_position", "sampler",
+        "tokens", "targets", "block_tables",
+    ],
+    meta_fields=[],
+)  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class StepInputs:
+    """A packed batch, unpacked on the device.
+
+    Attributes:
+      state_slot: entry in ``RowState``; padding rows point to the dummy entry R.
+      start: position of the row's first new token.
+      num_new: real new tokens; 0 marks a padding row.
+      samples: the row's last position yields the sequence's next token.
+      base_key: key of the sequence's random stream.
+      first_position: output position of the token that a prefill row samples.
+      sampler: the rows' sampling parameters.
+      tokens: token ids (None in decode, where they come from ``RowState``).
+      targets: the prompt's next token at each position, 0 where there is none.
+      block_tables: blocks in logical order.
+    """
+
+    state_slot: Int[Array, B]
+    start: Int[Array, B]
+    num_new: Int[Array, B]
+    samples: Bool[Array, B]
+    base_key: UInt32[Array, "B 2"]
+    first_position: Int[Array, B]
+    sampler: SamplerInputs
+    tokens: Int[Array, "B T"] | None
+    targets: Int[Array, "B T"] | None
+    block_tables: Int[Array, "B M"]
+
+
+def unpack(packed: Int[Array, "B C"], layout: BatchLayout) -> StepInputs:
+    """Undo ``pack`` inside the step."""
+    names = STEP_COLUMNS + INT_COLUMNS + FLOAT_COLUMNS
+    column = {name: packed[:, index] for index, name in enumerate(names)}
+
+    def as_float(bits: Any) -> Any:
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    position = NUM_STEP + NUM_RESIDENT
+
+    def take(width: int) -> Any:
+        nonlocal position
+        position += width
+        return packed[:, position - width : position]
+
+    has_targets = layout.prompt_logprobs is not None
+    tokens = None if layout.is_decode else take(layout.num_new)
+    targets = take(layout.num_new) if has_targets else None
+    sampler = SamplerInputs(
+        top_k=column["top_k"],
+        bias_ids=take(layout.flags.bias_width),
+        bias_values=as_float(take(layout.flags.bias_width)),
+        **{name: as_float(column[name]) for name in FLOAT_COLUMNS},
+    )
+    key = jnp.stack([column["key_high"], column["key_low"]], axis=1)
+    return StepInputs(
+        state_slot=column["state_slot"],
+        start=column["start"],
+        num_new=column["num_new"],
+        samples=column["samples"] != 0,
+        base_key=jax.lax.bitcast_convert_type(key, jnp.uint32),
+        first_position=column["first_position"],
+        sampler=sampler,
+        tokens=tokens,
+        targets=targets,
+        block_tables=take(layout.table_width),
+    )
+
+
+class BatchPacker:
+    """Packs rows; remembers each resident sequence's constant columns by its state slot.
+
+    Args:
+      num_slots: entries of ``RowState`` (R); slot R is the padding rows' own.
+      table_width: padded blocks a row (M).
+      table_of: the block manager's table of a sequence id, as an int32 array.
+      seed_of: the 64-bit seed of a sequence.
+    """
+
+    __slots__ = ("_num_slots", "_resident", "_seed_of", "_table_of", "_table_width")
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        table_width: int,
+        table_of: Callable[[int], np.ndarray],
+        seed_of: Callable[[Sequence], int],
+    ) -> None:
+        self._num_slots = num_slots
+        self._table_width = table_width
+        self._table_of = table_of
+        self._seed_of = seed_of
+        self._resident = np.zeros((num_slots + 1, NUM_RESIDENT), np.int32)
+
+    def pack(self, rows: SequenceOf[PlanRow], layout: BatchLayout) -> np.ndarray:
+        """Return ``[layout.num_rows, layout.num_columns]`` int32; the rest is padding."""
+        packed = np.zeros((layout.num_rows, layout.num_columns), np.int32)
+        packed[:, 0] = self._num_slots
+        table_offset = layout.table_offset
+        for index, row in enumerate(rows):
+            sequence, target = row.sequence, packed[index]
+            if not layout.is_decode and row.samples:
+                self._load_resident(sequence)
+            # Only rows that sample touch their state; a prompt's earlier rows use the dummy entry.
+            slot = sequence.state_slot if row.samples else self._num_slots
+            target[:NUM_STEP] = (slot, row.start, row.num_new, row.samples)
+            table = self._table_of(sequence.seq_id)
+            num_entries = min(len(table), self._table_width)
+            target[table_offset : table_offset + num_entries] = table[:num_entries]
+        self._pack_resident(packed, len(rows))
+        if not layout.is_decode:
+            self._pack_tokens(packed, rows, layout)
+        if layout.flags.bias_width:
+            self._pack_biases(packed, rows, layout)
+        return packed
+
+    def _load_resident(self, sequence: Sequence) -> None:
+        params = sequence.request.params
+        key = base_key(self._seed_of(sequence), 0).view(np.int32)
+        top_k = min(max(params.top_k, 0), 2**31 - 1)
+        values = self._resident[sequence.state_slot]
+        values[: len(INT_COLUMNS)] = (*key, sequence.num_output, top_k)
+        floats = np.array([getattr(params, name) for name in FLOAT_FIELDS], np.float32)
+        values[len(INT_COLUMNS) :] = floats.view(np.int32)
+
+    def _pack_resident(self, packed: np.ndarray, num_real: int) -> None:
+        slots = packed[:num_real, 0]
+        packed[:num_real, NUM_STEP : NUM_STEP + NUM_RESIDENT] = self._resident[slots]
+
+    def _pack_tokens(
+        self, packed: np.ndarray, rows: SequenceOf[PlanRow], layout: BatchLayout
+    ) -> None:
+        offset = NUM_STEP + NUM_RESIDENT
+        for index, row in enumerate(rows):
+            tokens = row.sequence.token_slice(row.start, row.start + row.num_new)
+            packed[index, offset : offset + row.num_new] = tokens
+            if layout.prompt_logprobs is not None:
+                targets = row.sequence.prompt_token_ids[row.start + 1 : row.start + row.num_new + 1]
+                begin = offset + layout.num_new
+                packed[index, begin : begin + len(targets)] = targets
+
+    def _pack_biases(
+        self, packed: np.ndarray, rows: SequenceOf[PlanRow], layout: BatchLayout
+    ) -> None:
+        width = layout.flags.bias_width
+        offset = layout.table_offset - 2 * width
+        for index, row in enumerate(rows):
+            if not row.samples:
+                continue
+            ids, values = biases_of(row.sequence)
+            packed[index, offset : offset + len(ids)] = ids
+            packed[index, offset + width : offset + width + len(ids)] = values.view(np.int32)
+
+
+def banned_ids(sequence: Sequence) -> tuple[int, ...]:
+    """The tokens that may not be sampled next: every end token, before ``min_tokens``."""
+    request = sequence.request
+    next_position = sequence.num_output + sequence.num_pending - 1
+    if next_position >= request.params.min_tokens:
+        return ()
+    return tuple(request.stop_ids.union(request.eos_token_ids))
+
+
+def biases_of(sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens whose logits the next step changes.
+
+    Returns:
+      Token ids (int32) and what is added to their logits (float32; -inf bans).
+    """
+    banned = banned_ids(sequence)
+    pairs = [*sequence.request.params.bias_pairs, *((token, -np.inf) for token in banned)]
+    ids = np.array([token for token, _ in pairs], np.int32)
+    return ids, np.array([value for _, value in pairs], np.float32)
+
+
+def row_buckets(max_rows: int, *, growth: int) -> tuple[int, ...]:
+    """Row counts that batches are padded to: 1, 4, then times ``growth``, up to ``max_rows``.
+
+    >>> row_buckets(32, growth=2)
+    (1, 4, 8, 16, 32)
+    >>> row_buckets(16, growth=4)
+    (1, 4, 16)
+    """
+    buckets, size = [1], 4
+    while size < max_rows:
+        buckets.append(size)
+        size *= growth
+    if max_rows > 1:
+        buckets.append(max_rows)
+    return tuple(buckets)
+
+
+def padded_rows(num_rows: int, buckets: SequenceOf[int]) -> int:
+    """The smallest bucket that holds ``num_rows``."""
+    return next(bucket for bucket in buckets if bucket >= num_rows)

@@ -1,0 +1,370 @@
+"""The engine: schedule, execute, update, one step in flight; and the ways to use it.
+
+While the device computes step k+1, the host reads the tokens of step k. The device feeds its own
+samples to itself, so the host never holds it up (docs/design.md, "One step in flight").
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from paged_jax.blocks.block_manager import BlockManager
+from paged_jax.config import EngineConfig, require
+from paged_jax.executor import JaxExecutor, StepHandle
+from paged_jax.live_request import LiveRequest
+from paged_jax.metrics import EngineStats
+from paged_jax.model import Model
+from paged_jax.output_stream import OutputStream
+from paged_jax.outputs import RequestOutput
+from paged_jax.pool import resolve_num_blocks
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduling.plan import NeedsValues, Plan
+from paged_jax.scheduling.request import Request
+from paged_jax.scheduling.scheduler import Scheduler
+from paged_jax.scheduling.sequence import Sequence
+from paged_jax.text_stream import TextStream
+
+Prompt = str | SequenceOf[int]
+Params = SamplingParams | SequenceOf[SamplingParams] | None
+
+
+class Engine:
+    """Continuous batching over a paged KV pool.
+
+    Args:
+      model: what to run (``models.load_model``, or your own ``Model``).
+      config: sizes and behaviour.
+
+    Attributes:
+      config: as given.
+      model: as given.
+      num_blocks: blocks of the pool, the null block included.
+      max_model_len: longest context in tokens.
+      block_manager: owns the block tables.
+      scheduler: decides what each step computes.
+      executor: owns the pool and the row state on the device.
+      stats: totals.
+
+    Raises:
+      ValueError: the settings do not fit the model.
+
+    One thread may use an engine at a time. After an exception inside a step the pool's content is
+    unknown: every later call says so, and a new engine must be made.
+    """
+
+    def __init__(self, model: Model, *, config: EngineConfig | None = None) -> None:
+        self.config = config = config or EngineConfig()
+        self.model = model
+        self.num_blocks = resolve_num_blocks(config, model.spec)
+        self.max_model_len = _resolve_max_model_len(config, model, self.num_blocks)
+        self.block_manager = BlockManager(num_blocks=self.num_blocks, block_size=config.block_size)
+        self.scheduler = Scheduler(
+            self.block_manager,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefill_row_len=config.prefill_row_len,
+            prefill_chunk_len=config.prefill_chunk_len,
+            max_model_len=self.max_model_len,
+        )
+        self.executor = JaxExecutor(
+            model,
+            config,
+            num_blocks=self.num_blocks,
+            max_model_len=self.max_model_len,
+            table_of=self.block_manager.table_array,
+            seed_of=lambda sequence: self._by_sequence[sequence].seed,
+        )
+        self.stats = EngineStats()
+        self._by_id: dict[str, LiveRequest] = {}
+        self._by_sequence: dict[Sequence, LiveRequest] = {}
+        self._in_flight: tuple[Plan, StepHandle] | None = None
+        self._ready: list[RequestOutput] = []
+        self._dead: BaseException | None = None
+        self._counter = itertools.count()
+        self._seeds = np.random.Generator(np.random.PCG64(config.seed))
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether ``step`` still has work to do or outputs to give."""
+        return bool(self._by_id or self._ready or self._in_flight)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that sequences hold now."""
+        return self.block_manager.num_usable - self.block_manager.num_free
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a prompt.
+
+        Args:
+          prompt: text (needs a tokenizer) or token ids.
+          params: how to sample and when to stop.
+          request_id: a name not in use; None makes one.
+
+        Returns:
+          The request's id.
+
+        Raises:
+          ValueError: the prompt is empty, holds a token outside the vocabulary, or leaves no room
+            for one new token in ``max_model_len`` or the pool; the parameters do not fit the
+            model; the id is in use.
+        """
+        self._check_alive()
+        params = params or SamplingParams()
+        params.validate_for(self.model.spec.vocab_size)
+        require(
+            not (params.stop and self.model.tokenizer is None),
+            f"stop={params.stop!r} needs a model with a tokenizer",
+        )
+        token_ids = self._encode(prompt)
+        if request_id is None:
+            request_id = f"request-{next(self._counter)}"
+        request = Request(request_id, token_ids, params, eos_token_ids=self.model.eos_token_ids)
+        sequence = self.scheduler.add(request)
+        seed = params.seed
+        if seed is None:
+            seed = int(self._seeds.integers(0, 2**64, dtype=np.uint64))
+        live = LiveRequest(
+            request_id, sequence, params, tuple(token_ids), seed, self._text_stream(params)
+        )
+        self._by_id[request_id] = self._by_sequence[sequence] = live
+        return request_id
+
+    def add_requests(
+        self, prompts: Prompt | SequenceOf[Prompt], params: Params = None
+    ) -> list[str]:
+        """Queue several prompts, or none of them if one is refused.
+
+        Args:
+          prompts: texts or lists of token ids; one alone is a list of one.
+          params: one for all, or one each.
+
+        Raises:
+          ValueError: see ``add_request``, or the numbers of prompts and parameters differ.
+        """
+        prompt_list = _as_prompt_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params_list = [params or SamplingParams()] * len(prompt_list)
+        else:
+            params_list = list(params)
+        require(
+            len(params_list) == len(prompt_list),
+            f"params has {len(params_list)} entries, must have one a prompt ({len(prompt_list)})",
+        )
+        request_ids: list[str] = []
+        try:
+            for prompt, one in zip(prompt_list, params_list, strict=True):
+                request_ids.append(self.add_request(prompt, one))
+        except BaseException:
+            self._discard(set(request_ids))
+            raise
+        return request_ids
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request now and free its blocks; its last output comes with the next ``step``.
+
+        Returns:
+          Whether there was such a request; cancelling twice or an unknown id does nothing.
+        """
+        live = self._by_id.get(request_id)
+        if live is None:
+            return False
+        self.scheduler.cancel(request_id)
+        self._ready.append(live.output())
+        self._forget(live)
+        return True
+
+    def step(self) -> list[RequestOutput]:
+        """Dispatch the next step, then collect the one before it.
+
+        Returns:
+          An output for every request that got tokens or ended.
+
+        Raises:
+          RuntimeError: an earlier step failed, so the pool's content is unknown.
+          FloatingPointError: NaN logits, with ``EngineConfig.check_logits``.
+        """
+        self._check_alive()
+        begin = time.perf_counter()
+        outputs, self._ready = self._ready, []
+        try:
+            outputs += self._step()
+        except BaseException as error:
+            self._dead = error
+            raise
+        self.stats.step_seconds += time.perf_counter() - begin
+        return outputs
+
+    def generate(
+        self, prompts: Prompt | SequenceOf[Prompt], params: Params = None
+    ) -> list[RequestOutput]:
+        """Run prompts to their end; arguments and errors as for ``add_requests``.
+
+        Returns:
+          The last output of each, in the order of the prompts.
+        """
+        request_ids = self.add_requests(prompts, params)
+        final = {out.request_id: out for out in self.run(request_ids) if out.finished}
+        return [final[request_id] for request_id in request_ids]
+
+    def stream(self, prompts: Prompt | SequenceOf[Prompt], params: Params = None) -> OutputStream:
+        """Queue prompts and return an iterator over their outputs, as they come.
+
+        Arguments and errors as for ``add_requests``; to know which output is whose, call that and
+        ``run``.
+        """
+        return self.run(self.add_requests(prompts, params))
+
+    def run(self, request_ids: SequenceOf[str]) -> OutputStream:
+        """Return an iterator that steps until the named requests have ended.
+
+        Outputs of other requests are kept for whoever asks next. Closing the iterator early
+        cancels what is left of the named ones.
+        """
+        live = [request_id for request_id in request_ids if request_id in self._by_id]
+        return OutputStream(live, step=self._step_for, discard=self._discard)
+
+    def _step_for(self, request_ids: set[str]) -> list[RequestOutput]:
+        """Step; keep the outputs of other requests for the next call."""
+        outputs = self.step()
+        self._ready = [out for out in outputs if out.request_id not in request_ids] + self._ready
+        return [out for out in outputs if out.request_id in request_ids]
+
+    def _discard(self, request_ids: set[str]) -> None:
+        """Cancel requests whose outputs nobody will ask for."""
+        for request_id in request_ids:
+            self.cancel(request_id)
+        self._ready = [output for output in self._ready if output.request_id not in request_ids]
+
+    def _step(self) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        plan = self._schedule()
+        if isinstance(plan, NeedsValues):
+            outputs += self._collect()
+            plan = self._schedule()
+            assert not isinstance(plan, NeedsValues)  # nothing is in flight any more
+        handle = None
+        if not plan.is_empty:
+            handle = self.executor.execute(plan)
+            self._count(plan, handle)
+        outputs += self._collect()
+        if handle is not None:
+            self._in_flight = (plan, handle)
+        if self.config.debug_integrity:
+            self.scheduler.check_integrity()
+        return outputs
+
+    def _schedule(self) -> Plan | NeedsValues:
+        begin = time.perf_counter()
+        plan = self.scheduler.schedule()
+        self.stats.schedule_seconds += time.perf_counter() - begin
+        return plan
+
+    def _collect(self) -> list[RequestOutput]:
+        """Wait for the step in flight, if any, and hand its values out."""
+        if self._in_flight is None:
+            return []
+        (plan, handle), self._in_flight = self._in_flight, None
+        result = handle.result()
+        now = time.monotonic()
+        entries = dict(
+            zip((row.sequence for row in plan.sampling_rows), result.logprobs, strict=True)
+        )
+        begin = time.perf_counter()
+        updates = self.scheduler.update(plan, result.token_ids)
+        self.stats.schedule_seconds += time.perf_counter() - begin
+        self.stats.num_output_tokens += len(updates)
+        for sequence, position, entry in result.prompt_logprobs:
+            if sequence in self._by_sequence:
+                self._by_sequence[sequence].take_prompt_entry(position, entry)
+        # A request that only scores its prompt ends without a token.
+        changed = {row.sequence: None for row in plan.prefill_rows if row.sequence.is_finished}
+        for sequence, token_id in updates:
+            changed[sequence] = None
+            stopped = self._by_sequence[sequence].take_token(token_id, entries[sequence], now)
+            if stopped is not None:
+                self.scheduler.finish(sequence, "stop", stopped)
+        lives = [self._by_sequence[s] for s in changed if s in self._by_sequence]
+        outputs = [live.output() for live in lives]
+        for live in lives:
+            if live.sequence.is_finished:
+                self._forget(live)
+        return outputs
+
+    def _forget(self, live: LiveRequest) -> None:
+        del self._by_id[live.request_id]
+        del self._by_sequence[live.sequence]
+
+    def _count(self, plan: Plan, handle: StepHandle) -> None:
+        stats, manager = self.stats, self.block_manager
+        stats.num_steps += 1
+        stats.num_prompt_tokens += sum(row.num_new for row in plan.prefill_rows)
+        stats.num_positions += handle.num_positions
+        stats.num_padding_positions += handle.num_positions - handle.num_real_positions
+        stats.num_copied_blocks += len(plan.copies)
+        stats.num_preemptions = self.scheduler.num_preemptions
+        stats.pack_seconds += handle.pack_seconds
+        blocks = manager.stats()
+        stats.peak_used_blocks = max(stats.peak_used_blocks, blocks.used)
+        stats.used_slots += blocks.used * manager.block_size
+        stats.filled_slots += blocks.filled
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            tokenizer = self.model.tokenizer
+            if tokenizer is None:
+                raise ValueError("prompt is text, but the model has no tokenizer: give token ids")
+            return tokenizer.encode(prompt)
+        token_ids = np.asarray(prompt)
+        is_list = token_ids.ndim == 1 and (token_ids.size == 0 or token_ids.dtype.kind in "iu")
+        require(is_list, f"prompt={prompt!r} must be a string or a flat list of token ids")
+        vocab_size = self.model.spec.vocab_size
+        bad = token_ids[(token_ids < 0) | (token_ids >= vocab_size)].tolist()
+        require(not bad, f"prompt has token ids {bad[:5]} outside 0..{vocab_size - 1}")
+        return token_ids.tolist()
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+        if self.model.tokenizer is None:
+            return None
+        return TextStream(
+            self.model.tokenizer.token_bytes,
+            stop=tuple(params.stop),
+            include_stop=params.include_stop_str_in_output,
+        )
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise RuntimeError(
+                "this engine stopped in a step "
+                f"({type(self._dead).__name__}: {self._dead}); make a new one"
+            ) from self._dead
+
+
+def _as_prompt_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+    """One prompt alone becomes a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int | np.integer) for item in items):
+        return [items]  # pyright: ignore[reportReturnType]
+    return items  # pyright: ignore[reportReturnType]
+
+
+def _resolve_max_model_len(config: EngineConfig, model: Model, num_blocks: int) -> int:
+    longest = model.spec.max_position
+    require(
+        config.max_model_len is None or config.max_model_len <= longest,
+        f"max_model_len={config.max_model_len} must be at most the model's {longest}",
+    )
+    room = (num_blocks - 1) * config.block_size
+    return min(config.max_model_len or longest, room)

@@ -1,0 +1,283 @@
+"""Runs plans on the device: owns the pool and the row state, and nothing that the host decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+import jax
+import numpy as np
+
+from paged_jax.batch import BatchLayout, BatchPacker, banned_ids, padded_rows, row_buckets
+from paged_jax.config import EngineConfig
+from paged_jax.model import Model
+from paged_jax.outputs import PositionLogprobs
+from paged_jax.pool import KVPool
+from paged_jax.row_state import create, load_counts, with_penalties, without_penalties
+from paged_jax.sampling.inputs import LOGPROB_WIDTHS, SamplerFlags, sampler_flags
+from paged_jax.sampling.logprobs import TokenLogprobs
+from paged_jax.scheduling.plan import Plan, PlanRow
+from paged_jax.scheduling.sequence import Sequence
+from paged_jax.step import StepOutputs, make_block_copy, make_step
+from pallas_kernels.block_copy import check_copies
+
+# Rows with prompt logprobs keep [B, T, V] logits for a moment; few rows keep that small.
+PROMPT_LOGPROB_ROWS = 4
+COPY_BUCKET = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """The values that a plan's step yielded, on the host.
+
+    Attributes:
+      token_ids: a token for each sampling row of the plan, in ``Plan.sampling_rows`` order.
+      logprobs: likewise; None where the row asked for none.
+      prompt_logprobs: (sequence, position, entry) for prompt positions that asked.
+    """
+
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs | None]
+    prompt_logprobs: list[tuple[Sequence, int, PositionLogprobs]]
+
+
+@dataclasses.dataclass(slots=True)
+class StepHandle:
+    """A dispatched step whose values are still on the device.
+
+    Attributes:
+      dispatches: rows and outputs of each program that the plan became.
+      check_logits: look for NaN.
+      num_positions: token positions computed, padding included.
+      num_real_positions: of those, real tokens.
+      pack_seconds: host time in making the arrays.
+    """
+
+    dispatches: list[tuple[list[PlanRow], StepOutputs]]
+    check_logits: bool
+    num_positions: int = 0
+    num_real_positions: int = 0
+    pack_seconds: float = 0.0
+
+    def result(self) -> StepResult:
+        """Wait for the step and fetch its values.
+
+        Raises:
+          FloatingPointError: a row's logits hold NaN and ``EngineConfig.check_logits`` is set.
+        """
+        result = StepResult([], [], [])
+        for rows, outputs in self.dispatches:
+            if self.check_logits:
+                _raise_on_nan(rows, np.asarray(outputs.sampled.has_nan))
+            if outputs.prompt is not None:
+                result.prompt_logprobs.extend(_prompt_entries(rows, outputs.prompt))
+            if not any(row.samples for row in rows):
+                continue
+            token_ids = np.asarray(outputs.sampled.tokens).tolist()
+            entries = _sampled_entries(rows, outputs, token_ids)
+            for index, row in enumerate(rows):
+                if row.samples:
+                    result.token_ids.append(token_ids[index])
+                    result.logprobs.append(entries[index] if entries else None)
+        return result
+
+
+class JaxExecutor:
+    """Executes plans with a jitted step; pool and row state are donated from step to step.
+
+    Args:
+      model: the model.
+      config: engine settings.
+      num_blocks: blocks of the pool, the null block included.
+      max_model_len: longest context in tokens.
+      table_of: the block manager's table of a sequence id, as int32.
+      seed_of: the 64-bit seed of a sequence.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        table_of: Callable[[int], np.ndarray],
+        seed_of: Callable[[Sequence], int],
+    ) -> None:
+        self._params = model.params
+        self._config = config
+        self._max_model_len = max_model_len
+        self._table_width = -(-max_model_len // config.block_size)
+        max_rows = -(-config.max_num_batched_tokens // config.prefill_row_len)
+        self._decode_buckets = row_buckets(config.max_num_seqs, growth=2)
+        self._prefill_buckets = row_buckets(max_rows, growth=4)
+        self._packer = BatchPacker(
+            num_slots=config.max_num_seqs,
+            table_width=self._table_width,
+            table_of=table_of,
+            seed_of=seed_of,
+        )
+        self.pool = KVPool.create(
+            model.spec,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            dtype=config.kv_dtype,
+        )
+        self.state = jax.jit(create, static_argnums=0)(config.max_num_seqs)
+        self._step = make_step(model.apply, backend=config.attention_backend, donate=config.donate)
+        self._copy = make_block_copy(donate=config.donate)
+        self._load_counts = jax.jit(
+            load_counts, donate_argnames=("state",) if config.donate else ()
+        )
+        self._with_penalties = jax.jit(
+            functools.partial(with_penalties, vocab_size=model.spec.vocab_size)
+        )
+
+    @property
+    def max_plain_programs(self) -> int:
+        """Most programs that requests without special sampling compile: one a batch shape, the
+        pool, the row state and the block copy."""
+        return len(self._decode_buckets) + len(self._prefill_buckets) + 3
+
+    def execute(self, plan: Plan) -> StepHandle:
+        """Dispatch a plan and return at once: copies first, then prompts, then decode."""
+        self._run_copies(plan.copies)
+        handle = StepHandle([], self._config.check_logits)
+        self._load_penalties(plan)
+        plain = [row for row in plan.prefill_rows if _prompt_logprobs_of(row) is None]
+        scored = [row for row in plan.prefill_rows if _prompt_logprobs_of(row) is not None]
+        for start in range(0, len(plain), self._prefill_buckets[-1]):
+            self._dispatch(plain[start : start + self._prefill_buckets[-1]], handle)
+        for start in range(0, len(scored), PROMPT_LOGPROB_ROWS):
+            self._dispatch(scored[start : start + PROMPT_LOGPROB_ROWS], handle)
+        if plan.decode_rows:
+            self._dispatch(plan.decode_rows, handle, is_decode=True)
+        return handle
+
+    def _dispatch(
+        self, rows: SequenceOf[PlanRow], handle: StepHandle, *, is_decode: bool = False
+    ) -> None:
+        start = time.perf_counter()
+        layout = self._layout(rows, is_decode)
+        packed = self._packer.pack(rows, layout)
+        handle.pack_seconds += time.perf_counter() - start
+        self.pool, self.state, outputs = self._step(
+            self._params, self.pool, self.state, packed, layout=layout
+        )
+        handle.dispatches.append((list(rows), outputs))
+        handle.num_positions += layout.num_rows * layout.num_new
+        handle.num_real_positions += sum(row.num_new for row in rows)
+
+    def _layout(self, rows: SequenceOf[PlanRow], is_decode: bool) -> BatchLayout:
+        prompt_logprobs = None if is_decode else _prompt_logprobs_of(rows[0])
+        buckets = self._decode_buckets if is_decode else self._prefill_buckets
+        num_rows = padded_rows(len(rows), buckets)
+        if prompt_logprobs is not None:
+            # One top-N for all scored rows of the dispatch, so that N makes few programs.
+            wanted = max(_prompt_logprobs_of(row) or 0 for row in rows)
+            prompt_logprobs = next(width for width in LOGPROB_WIDTHS if width >= wanted)
+            num_rows = PROMPT_LOGPROB_ROWS
+        return BatchLayout(
+            num_rows=num_rows,
+            num_new=1 if is_decode else self._config.prefill_row_len,
+            table_width=self._table_width,
+            is_decode=is_decode,
+            flags=self._flags([row.sequence for row in rows if row.samples]),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _flags(self, sequences: SequenceOf[Sequence]) -> SamplerFlags:
+        params = [sequence.request.params for sequence in sequences]
+        return sampler_flags(params, banned=[banned_ids(sequence) for sequence in sequences])
+
+    def _run_copies(self, copies: SequenceOf[tuple[int, int]]) -> None:
+        if not copies:
+            return
+        sources, targets = zip(*copies, strict=True)
+        check_copies(sources, targets, num_blocks=self.pool.num_blocks)
+        for start in range(0, len(copies), COPY_BUCKET):
+            pairs = np.zeros((2, COPY_BUCKET), np.int32)
+            chunk = np.array(copies[start : start + COPY_BUCKET], np.int32).T
+            pairs[:, : chunk.shape[1]] = chunk
+            self.pool = self._copy(self.pool, pairs)
+
+    def _load_penalties(self, plan: Plan) -> None:
+        """Keep token counts exactly while some request of the plan uses penalties."""
+        rows = [row for row in plan.prefill_rows + plan.decode_rows if row.samples]
+        penalised = [row for row in rows if row.sequence.request.params.needs_penalties]
+        if not penalised:
+            self.state = without_penalties(self.state)
+            return
+        if self.state.output_counts is None:
+            self.state = self._with_penalties(self.state)
+        for row in plan.prefill_rows:
+            sequence = row.sequence
+            if not (row.samples and sequence.request.params.needs_penalties):
+                continue
+            known = row.start + row.num_new
+            tokens = np.zeros(self._max_model_len, np.int32)
+            tokens[:known] = sequence.token_slice(0, known)
+            counts = (sequence.state_slot, len(sequence.prompt_token_ids), known)
+            slot, prompt_len, total_len = (np.int32(value) for value in counts)
+            self.state = self._load_counts(self.state, slot, tokens, prompt_len, total_len)
+
+
+def _prompt_logprobs_of(row: PlanRow) -> int | None:
+    return row.sequence.request.params.prompt_logprobs
+
+
+def _raise_on_nan(rows: SequenceOf[PlanRow], has_nan: np.ndarray) -> None:
+    bad = [row for row, is_nan in zip(rows, has_nan, strict=False) if is_nan]
+    if bad:
+        ids = sorted({str(row.sequence.request.request_id) for row in bad})
+        raise FloatingPointError(f"NaN logits for {', '.join(ids)}: the model's weights or a bug")
+
+
+def _sampled_entries(
+    rows: SequenceOf[PlanRow], outputs: StepOutputs, token_ids: list[int]
+) -> list[PositionLogprobs | None] | None:
+    if outputs.sampled.logprobs is None:
+        return None
+    chosen, ranks, top_ids, top_logprobs = _fetch(outputs.sampled.logprobs)
+    entries: list[PositionLogprobs | None] = []
+    for index, row in enumerate(rows):
+        wanted = row.sequence.request.params.logprobs
+        if wanted is None or not row.samples:
+            entries.append(None)
+            continue
+        top = _top(top_ids[index], top_logprobs[index], wanted)
+        entries.append(
+            PositionLogprobs(token_ids[index], float(chosen[index]), int(ranks[index]), top)
+        )
+    return entries
+
+
+def _prompt_entries(
+    rows: SequenceOf[PlanRow], logprobs: TokenLogprobs
+) -> list[tuple[Sequence, int, PositionLogprobs]]:
+    chosen, ranks, top_ids, top_logprobs = _fetch(logprobs)
+    found = []
+    for index, row in enumerate(rows):
+        prompt = row.sequence.prompt_token_ids
+        wanted = _prompt_logprobs_of(row) or 0
+        for offset in range(row.num_new):
+            position = row.start + offset + 1
+            if position >= len(prompt):
+                break
+            top = _top(top_ids[index, offset], top_logprobs[index, offset], wanted)
+            at = (index, offset)
+            entry = PositionLogprobs(prompt[position], float(chosen[at]), int(ranks[at]), top)
+            found.append((row.sequence, position, entry))
+    return found
+
+
+def _fetch(logprobs: TokenLogprobs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    fields = (logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs)
+    return tuple(np.asarray(field) for field in fields)  # pyright: ignore[reportReturnType]
+
+
+def _top(ids: np.ndarray, logprobs: np.ndarray, wanted: int) -> tuple[tuple[int, float], ...]:
+    return tuple(zip(ids[:wanted].tolist(), logprobs[:wanted].tolist(), strict=True))

@@ -1,0 +1,124 @@
+"""The jitted step: embed, attend through the block tables, sample. One program a batch layout.
+
+Prefill chunks (T > 1, tokens from the host) and decode (T = 1, tokens from the device's own last
+samples) are the same function at different shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from paged_jax.batch import BatchLayout, StepInputs, unpack
+from paged_jax.cache import PagedKVCache
+from paged_jax.model import ApplyFn
+from paged_jax.pool import KVPool
+from paged_jax.row_state import RowState, record, start_rows
+from paged_jax.sampling.logprobs import TokenLogprobs, token_logprobs
+from paged_jax.sampling.sampler import SampleResult, sample
+from pallas_kernels.block_copy import block_copy
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["sampled", "prompt"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class StepOutputs:
+    """What one dispatch yields.
+
+    Attributes:
+      sampled: a token a row (meaningless where the row does not sample) and its log-probabilities.
+      prompt: log-probabilities of the prompt's own tokens, when asked for.
+    """
+
+    sampled: SampleResult
+    prompt: TokenLogprobs | None
+
+
+def make_step(apply: ApplyFn, *, backend: str | None, donate: bool) -> Callable[..., Any]:
+    """Build the jitted step of a model.
+
+    Args:
+      apply: the model (docs/design.md, "What a model sees").
+      backend: attention backend, or None.
+      donate: give pool and row state to the step, so that they are updated in place.
+
+    Returns:
+      ``step(params, pool, state, packed, *, layout) -> (pool, state, StepOutputs)``.
+    """
+
+    def step(
+        params: Any, pool: KVPool, state: RowState, packed: Array, *, layout: BatchLayout
+    ) -> tuple[KVPool, RowState, StepOutputs]:
+        inputs = unpack(packed, layout)
+        pool, logits = _run_model(apply, params, pool, state, inputs, layout, backend)
+        prompt = None
+        if layout.prompt_logprobs is not None:
+            assert inputs.targets is not None  # packed whenever prompt logprobs are wanted
+            prompt = token_logprobs(logits, inputs.targets, num_logprobs=layout.prompt_logprobs)
+            last = jnp.maximum(inputs.num_new - 1, 0)
+            logits = jnp.take_along_axis(logits, last[:, None, None], axis=1)
+        state, sampled = _sample_rows(logits[:, 0], state, inputs, layout)
+        return pool, state, StepOutputs(sampled, prompt)
+
+    donated = ("pool", "state") if donate else ()
+    return jax.jit(step, static_argnames=("layout",), donate_argnames=donated)
+
+
+def _run_model(
+    apply: ApplyFn,
+    params: Any,
+    pool: KVPool,
+    state: RowState,
+    inputs: StepInputs,
+    layout: BatchLayout,
+    backend: str | None,
+) -> tuple[KVPool, Array]:
+    """Compute the rows' new positions; return the pool and logits ``[B, 1 or T, V]``."""
+    tokens = inputs.tokens
+    if tokens is None:
+        tokens = state.last_token[inputs.state_slot][:, None]  # [B, 1]
+    offsets = jnp.arange(layout.num_new, dtype=jnp.int32)
+    is_new = offsets < inputs.num_new[:, None]
+    positions = jnp.where(is_new, inputs.start[:, None] + offsets, 0)
+    cache = PagedKVCache.from_tables(
+        pool,
+        inputs.block_tables,
+        inputs.start,
+        inputs.num_new,
+        num_new=layout.num_new,
+        backend=backend,
+    )
+    if layout.prompt_logprobs is None:
+        logits_at = jnp.maximum(inputs.num_new - 1, 0)[:, None]  # [B, 1]
+    else:
+        logits_at = jnp.broadcast_to(offsets, is_new.shape)  # [B, T]
+    logits, cache = apply(params, tokens, positions, cache, logits_at=logits_at)
+    return cache.pool, logits
+
+
+def _sample_rows(
+    logits: Array, state: RowState, inputs: StepInputs, layout: BatchLayout
+) -> tuple[RowState, SampleResult]:
+    """Draw each row's next token and remember it for the next step."""
+    slots = inputs.state_slot
+    if not layout.is_decode:
+        unread = jnp.zeros_like(slots)  # overwritten by the token that is sampled below
+        state = start_rows(state, slots, unread, inputs.first_position, inputs.base_key)
+    sampled = sample(logits, inputs.sampler, state, slots, flags=layout.flags)
+    return record(state, slots, sampled.tokens), sampled
+
+
+def make_block_copy(*, donate: bool) -> Callable[..., KVPool]:
+    """Build the jitted ``copy(pool, pairs i32[2, C]) -> pool``: a step's copies in one launch."""
+
+    def copy(pool: KVPool, pairs: Int[Array, "2 C"]) -> KVPool:
+        return KVPool(block_copy(pool.blocks, pairs[0], pairs[1]))
+
+    return jax.jit(copy, donate_argnames=("pool",) if donate else ())

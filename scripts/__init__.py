@@ -1,0 +1,1 @@
+"""Command-line programs, installed as ``paged_jax_scripts``."""

@@ -1,0 +1,127 @@
+"""What the command-line programs share: flags, the engine they make, and its table of figures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import jax
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+import models
+from models.checkpoints.cache_dir import cache_root
+from paged_jax import Engine, EngineConfig, Model, RequestOutput, SamplingParams
+from paged_jax.pool import bytes_per_block
+
+MODEL = flags.DEFINE_string("model", models.DEFAULT_MODEL, "a known model's name, or a .gguf file")
+DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "weights and KV pool")
+CACHE_DIR = flags.DEFINE_string("cache_dir", None, "where converted weights live")
+
+
+def define_engine_flags(*, max_num_seqs: int = 32) -> None:
+    """Flags of ``EngineConfig``."""
+    flags.DEFINE_integer("block_size", 16, "token positions a block", lower_bound=1)
+    flags.DEFINE_integer("num_blocks", None, "blocks in the pool, the null block included")
+    flags.DEFINE_integer("max_num_seqs", max_num_seqs, "most sequences in a step", lower_bound=1)
+    flags.DEFINE_integer("max_model_len", None, "longest context; None: the model's own")
+    flags.DEFINE_integer("max_num_batched_tokens", 512, "prompt tokens a step", lower_bound=1)
+
+
+def define_sampling_flags(*, max_tokens: int = 128, temperature: float = 0.0) -> None:
+    """Flags of ``SamplingParams``."""
+    flags.DEFINE_integer("max_tokens", max_tokens, "tokens to generate", lower_bound=1)
+    flags.DEFINE_integer("min_tokens", 0, "tokens before an end token may come")
+    flags.DEFINE_float("temperature", temperature, "0 is greedy")
+    flags.DEFINE_integer("top_k", 0, "keep the k best tokens; 0: all")
+    flags.DEFINE_float("top_p", 1.0, "keep the best tokens that reach this probability")
+    flags.DEFINE_float("min_p", 0.0, "keep tokens this likely relative to the best")
+    flags.DEFINE_float("repetition_penalty", 1.0, "over prompt and output")
+    flags.DEFINE_float("presence_penalty", 0.0, "over the output")
+    flags.DEFINE_float("frequency_penalty", 0.0, "over the output")
+    flags.DEFINE_integer("seed", None, "the same tokens whatever else runs; None: drawn")
+    flags.DEFINE_multi_string("stop", [], "text that ends the output; repeat for several")
+    flags.DEFINE_bool("ignore_eos", False, "end tokens do not end the output")
+    flags.DEFINE_integer("logprobs", None, "log-probabilities of this many best tokens")
+
+
+def sampling_params() -> SamplingParams:
+    """The parameters that the flags ask for."""
+    names = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "ignore_eos")
+    names += ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logprobs")
+    chosen = {name: flags.FLAGS[name].value for name in names}
+    return SamplingParams(stop=tuple(flags.FLAGS.stop), **chosen)
+
+
+def load_model(*, progress: bool = True) -> Model:
+    """The model that the flags name, with compiled programs kept between runs."""
+    enable_compilation_cache()
+    return models.load_model(
+        MODEL.value, dtype=DTYPE.value, cache_dir=CACHE_DIR.value, progress=progress
+    )
+
+
+def make_engine(model: Model) -> Engine:
+    """The engine that the flags describe."""
+    names = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_num_batched_tokens")
+    chosen = {name: flags.FLAGS[name].value for name in names}
+    return Engine(model, config=EngineConfig(kv_dtype=DTYPE.value, **chosen))
+
+
+def enable_compilation_cache() -> None:
+    """Keep compiled programs on disk, unless the user's environment says where already."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_root(CACHE_DIR.value) / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def figures(
+    engine: Engine, outputs: Sequence[RequestOutput], seconds: float
+) -> list[tuple[str, str]]:
+    """The table that ends a run: what was generated, and what the memory was used for.
+
+    Args:
+      engine: after the run.
+      outputs: the last output of every request.
+      seconds: wall time of the run.
+    """
+    stats, config, spec = engine.stats, engine.config, engine.model.spec
+    num_tokens = sum(len(output.token_ids) for output in outputs)
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    block = bytes_per_block(spec, block_size=config.block_size, dtype=config.kv_dtype)
+    usable = engine.num_blocks - 1
+    dense = len(outputs) * spec.max_position * (block // config.block_size)
+    peak = stats.peak_used_blocks
+    return [
+        ("requests", f"{len(outputs)}"),
+        ("tokens", f"{num_prompt} prompt, {num_tokens} generated"),
+        (
+            "tokens/s",
+            f"{num_tokens / seconds:.1f} generated ({seconds:.1f} s, compilation included)",
+        ),
+        ("blocks used", f"{peak} of {usable} at the peak, {engine.num_used_blocks} now"),
+        ("memory used", f"{_size(peak * block)} at the peak, in a pool of {_size(usable * block)}"),
+        (
+            "of it, real tokens",
+            f"{stats.block_utilisation:.1%} of the used blocks' slots, over all steps",
+        ),
+        (
+            f"a dense cache of {spec.max_position} positions a request",
+            f"{_size(dense)}: {dense / max(peak * block, 1):.0f} times the peak",
+        ),
+    ]
+
+
+def print_figures(console: Console, rows: Sequence[tuple[str, str]], *, title: str) -> None:
+    """Print a two-column table."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

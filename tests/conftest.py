@@ -1,0 +1,19 @@
+"""Shared by all tests: compilations are cached between runs, and the suites can be imported."""
+
+import os
+import pathlib
+import sys
+
+TESTS = pathlib.Path(__file__).parent
+sys.path.insert(0, str(TESTS))  # tests/suites is imported as `suites`
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402  (the platform is chosen before jax is imported)
+
+
+def pytest_configure() -> None:
+    folder = os.environ.get("PAGED_JAX_TEST_COMPILATION_CACHE")
+    cache = folder or str(pathlib.Path.home() / ".cache" / "paged_jax" / "test-compilations")
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

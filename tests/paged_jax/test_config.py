@@ -1,0 +1,59 @@
+import dataclasses
+
+import pytest
+
+from paged_jax.config import EngineConfig, ModelSpec
+
+GOOD_SPEC = {
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 10,
+    "max_position": 64,
+}
+
+
+def test_spec():
+    assert ModelSpec(**GOOD_SPEC).kv_values_per_token == 2 * 2 * 2 * 8
+
+
+@pytest.mark.parametrize("name", list(GOOD_SPEC))
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
+def test_spec_refuses(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be an integer >= 1"):
+        ModelSpec(**{**GOOD_SPEC, name: value})
+
+
+def test_spec_refuses_heads_that_do_not_divide():
+    with pytest.raises(ValueError, match="num_kv_heads=3 must divide num_heads=4"):
+        ModelSpec(**{**GOOD_SPEC, "num_kv_heads": 3})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"block_size": 0}, "block_size=0 must be an integer >= 1"),
+        ({"num_blocks": 1}, "num_blocks=1 must be an integer >= 2"),
+        ({"pool_bytes": 0}, "pool_bytes=0"),
+        ({"memory_fraction": 1.0}, "memory_fraction=1.0 must lie between 0 and 1"),
+        ({"num_blocks": 4, "pool_bytes": 100}, "in one way, not by num_blocks and pool_bytes"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0"),
+        ({"prefill_row_len": 0}, "prefill_row_len=0"),
+        ({"prefill_chunk_len": 0}, "prefill_chunk_len=0"),
+        ({"max_model_len": 0}, "max_model_len=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"kv_dtype": "int4"}, "kv_dtype='int4' must be"),
+    ],
+)
+def test_engine_config_refuses(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**kwargs)
+
+
+def test_configs_are_frozen_and_hashable():
+    config = EngineConfig()
+    assert hash(config) == hash(EngineConfig())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.block_size = 3
