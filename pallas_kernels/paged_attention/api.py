@@ -8,8 +8,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.backends import pick_backend
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.validate import check_paged_attention
+from pallas_kernels.paged_attention.xla import paged_attention_xla
 
-BACKENDS = {"reference": paged_attention_reference}
+BACKENDS = {"xla": paged_attention_xla, "reference": paged_attention_reference}
 
 
 def paged_attention(
