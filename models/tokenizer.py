@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -44,13 +45,64 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer | None:
             return None
 
 
-@functools.cache
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's byte alphabet: printable bytes stand for themselves, the rest follow U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
+def byte_alphabet() -> list[str]:
+    """Return GPT-2's character for each byte: printable ones stand for themselves."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (chr(code) for code in itertools.count(0x100))
+    return [chr(byte) if byte in printable else next(others) for byte in range(256)]
+
+
+_BYTE_OF_CHAR = {char: byte for byte, char in enumerate(byte_alphabet())}
+
+
+def _vocabulary(file: GgufFile) -> tuple[list[str], list[AddedToken]]:
+    """Return all tokens by id, and those that texts may name but merges never make."""
+    model = file.metadata("tokenizer.ggml.model")
+    if model != "gpt2":
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.model={model!r} must be 'gpt2' (byte-level BPE)"
+        )
+    tokens: list[str] = file.metadata("tokenizer.ggml.tokens")
+    types: list[int] = file.metadata("tokenizer.ggml.token_type")
+    if len(types) != len(tokens):
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.token_type has {len(types)} entries, expected "
+            f"{len(tokens)}, one a token"
+        )
+    added = []
+    for token, token_type in zip(tokens, types, strict=True):
+        if token_type in (_CONTROL, _USER_DEFINED):
+            special = token_type == _CONTROL
+            added.append(AddedToken(token, special=special, normalized=False))
+        elif not _BYTE_OF_CHAR.keys() >= {*token}:
+            raise ValueError(
+                f"{file.path}: tokenizer.ggml.tokens: {token!r} must consist of characters of the "
+                "byte-level alphabet"
+            )
+    return tokens, added
+
+
+def _bpe(file: GgufFile, tokens: list[str], kind: str) -> models.BPE:
+    merges = [tuple(pair.split(" ")) for pair in file.metadata("tokenizer.ggml.merges")]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    # Llama 3 emits a word that is in the vocabulary whole, whatever the merges say.
+    ignore_merges = kind in ("llama-bpe", "llama3")
+    try:
+        return models.BPE(vocabulary, merges, ignore_merges=ignore_merges)  # pyright: ignore[reportArgumentType]
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.merges must join tokens of the vocabulary: {error}"
+        ) from error
+
+
+def _named_token(file: GgufFile, tokens: list[str], name: str) -> str:
+    key = f"tokenizer.ggml.{name}"
+    if not file.has(key):
+        return ""
+    token_id = file.metadata(key)
+    if token_id >= len(tokens):
+        raise ValueError(f"{file.path}: {key}={token_id} must lie in [0, {len(tokens)})")
+    return tokens[token_id]
 
 
 class Tokenizer:
@@ -92,11 +144,6 @@ class Tokenizer:
           ValueError: the file's tokenizer is not byte-level BPE, its pre-tokenizer is unknown, or
             its lists do not fit together.
         """
-        model = file.metadata("tokenizer.ggml.model")
-        if model != "gpt2":
-            raise ValueError(
-                f"{file.path}: tokenizer.ggml.model={model!r} must be 'gpt2' (byte-level BPE)"
-            )
         kind = file.metadata("tokenizer.ggml.pre", "default")
         pre_tokenizer = _pre_tokenizer(kind)
         if pre_tokenizer is None:
@@ -104,40 +151,18 @@ class Tokenizer:
                 f"{file.path}: tokenizer.ggml.pre={kind!r} must be 'smollm', 'gpt-2', 'default', "
                 "'llama-bpe' or 'llama3'"
             )
-        tokens: list[str] = file.metadata("tokenizer.ggml.tokens")
-        types: list[int] = file.metadata("tokenizer.ggml.token_type")
-        if len(types) != len(tokens):
-            raise ValueError(
-                f"{file.path}: tokenizer.ggml.token_type has {len(types)} entries, expected "
-                f"{len(tokens)}, one a token"
-            )
-        merges = [tuple(pair.split(" ")) for pair in file.metadata("tokenizer.ggml.merges")]
-        vocabulary = {token: index for index, token in enumerate(tokens)}
-        try:
-            # Llama 3 emits a word that is in the vocabulary whole, whatever the merges say.
-            bpe = models.BPE(vocabulary, merges, ignore_merges=kind in ("llama-bpe", "llama3"))  # pyright: ignore[reportArgumentType]
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(
-                f"{file.path}: tokenizer.ggml.merges must join tokens of the vocabulary: {error}"
-            ) from error
-        backend = tokenizers.Tokenizer(bpe)
+        tokens, added = _vocabulary(file)
+        backend = tokenizers.Tokenizer(_bpe(file, tokens, kind))
         backend.pre_tokenizer = pre_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
         backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-        backend.add_tokens(
-            [
-                AddedToken(token, special=token_type == _CONTROL, normalized=False)
-                for token, token_type in zip(tokens, types, strict=True)
-                if token_type in (_CONTROL, _USER_DEFINED)
-            ]
+        backend.add_tokens(added)
+        return cls(
+            backend,
+            chat_template=file.metadata("tokenizer.chat_template", "") or None,
+            bos_token=_named_token(file, tokens, "bos_token_id"),
+            eos_token=_named_token(file, tokens, "eos_token_id"),
+            add_bos=bool(file.metadata("tokenizer.ggml.add_bos_token", False)),
         )
-        named = {
-            name: tokens[file.metadata(f"tokenizer.ggml.{name}_id")]
-            for name in ("bos_token", "eos_token")
-            if file.has(f"tokenizer.ggml.{name}_id")
-        }
-        template = file.metadata("tokenizer.chat_template", "") or None
-        add_bos = bool(file.metadata("tokenizer.ggml.add_bos_token", False))
-        return cls(backend, chat_template=template, add_bos=add_bos, **named)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Tokenizer:
@@ -171,7 +196,12 @@ class Tokenizer:
         return self._settings["chat_template"]
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``; special tokens written out in it count as such."""
+        """Return the token ids of ``text``; special tokens written out in it count as such.
+
+        Bytes that the vocabulary lacks are dropped, as Hugging Face's tokenizer does: SmolLM2 has
+        no token for U+0004, 0006, 0013, 0014, 0016 and 001D, nor for the first byte of U+40000 to
+        U+BFFFF (unassigned).
+        """
         ids = self._backend.encode(text, add_special_tokens=False).ids
         bos_id = self._backend.token_to_id(self._settings["bos_token"])
         if self._settings["add_bos"] and bos_id is not None and ids[:1] != [bos_id]:
@@ -193,8 +223,7 @@ class Tokenizer:
             raise ValueError(f"token_id={token_id} must lie in [0, {self.vocab_size})")
         if token_id in self._added:
             return token.encode()
-        table = _byte_of_char()
-        return bytes(table[char] for char in token)
+        return bytes(_BYTE_OF_CHAR[char] for char in token)
 
     def apply_chat_template(
         self,

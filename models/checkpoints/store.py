@@ -69,9 +69,28 @@ def write_checkpoint(folder: Path, params: Tree, *, config: dict, source: dict) 
 
 def _read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: expected a JSON file: {error}; {REMEDY}") from error
+        raise ValueError(f"{path}: expected a JSON object: {error}; {REMEDY}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {value!r}; {REMEDY}")
+    return value
+
+
+def _read_manifest(folder: Path) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return shape and CRC-32 of every tensor."""
+    path = folder / "manifest.json"
+    manifest = _read_json(path)
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{path}: format_version={version!r} must be {FORMAT_VERSION}; {REMEDY}")
+    try:
+        entries = manifest["tensors"].items()
+        return {name: (tuple(entry["shape"]), entry["crc32"]) for name, entry in entries}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: expected the shapes and CRC-32s of the tensors: {error!r}; {REMEDY}"
+        ) from error
 
 
 def read_config(folder: Path) -> dict:
@@ -94,26 +113,20 @@ def read_params(folder: Path, shapes: Shapes) -> Tree:
       ValueError: a tensor is missing, has another shape, cannot be read or is damaged; the
         message names the file, the tensor and what was expected.
     """
-    manifest = _read_json(folder / "manifest.json")
-    version = manifest.get("format_version")
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{folder}/manifest.json: format_version={version!r} must be {FORMAT_VERSION}; {REMEDY}"
-        )
-    tensors = manifest["tensors"]
+    stored = _read_manifest(folder)
     expected = dict(_named(shapes))
-    for name in sorted(expected.keys() | tensors.keys()):
+    for name in sorted(expected.keys() | stored.keys()):
         want = expected.get(name, "no such tensor")
-        found = tuple(tensors[name]["shape"]) if name in tensors else "no such tensor"
+        found = stored[name][0] if name in stored else "no such tensor"
         if found != want:
             raise ValueError(f"{folder}: tensor {name!r}: expected {want}, found {found}; {REMEDY}")
     params = _restore(folder, shapes)
     for name, leaf in _named(params):
-        found = zlib.crc32(leaf)
-        if leaf.shape != expected[name] or found != tensors[name]["crc32"]:
+        want, found = stored[name], (leaf.shape, zlib.crc32(leaf))
+        if found != want:
             raise ValueError(
-                f"{folder}/params/{name}: tensor {name!r}: expected shape {expected[name]} and "
-                f"CRC-32 {tensors[name]['crc32']}, found {leaf.shape} and {found}; {REMEDY}"
+                f"{folder}/params/{name}: tensor {name!r}: expected shape and CRC-32 {want}, found "
+                f"{found}; {REMEDY}"
             )
     return params
 

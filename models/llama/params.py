@@ -102,10 +102,13 @@ def config_from_gguf(file: GgufFile) -> LlamaConfig:
         found = read(key, expected)
         if found != expected:
             raise ValueError(f"{file.path}: llama.{key}={found!r} must be {expected!r}")
-    tokens = file.metadata("tokenizer.ggml.tokens", ())
+    num_tokens = len(file.metadata("tokenizer.ggml.tokens"))
+    vocab_size = read("vocab_size", num_tokens)
+    if vocab_size < num_tokens:
+        raise ValueError(f"{file.path}: llama.vocab_size={vocab_size} must be >= {num_tokens}")
     try:
         config = LlamaConfig(
-            vocab_size=read("vocab_size", len(tokens)),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=read("feed_forward_length"),
             num_layers=read("block_count"),
