@@ -8,9 +8,10 @@ from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.backends import pick_backend
 from pallas_kernels.block_copy.reference import block_copy_reference
+from pallas_kernels.block_copy.xla import block_copy_xla
 from pallas_kernels.paged_attention.validate import check_int32, is_concrete
 
-BACKENDS = {"reference": block_copy_reference}
+BACKENDS = {"xla": block_copy_xla, "reference": block_copy_reference}
 
 
 def block_copy(
@@ -48,7 +49,8 @@ def block_copy(
     if is_concrete(src) and is_concrete(dst):
         check_copies(src, dst, num_blocks=kv_blocks.shape[1])
     run = pick_backend("block_copy", backend, BACKENDS)
-    return run(jnp.asarray(kv_blocks), jnp.asarray(src), jnp.asarray(dst))
+    last = kv_blocks.shape[1] - 1
+    return run(jnp.asarray(kv_blocks), jnp.clip(src, 0, last), jnp.clip(dst, 0, last))
 
 
 def check_copies(src: Any, dst: Any, *, num_blocks: int) -> None:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import pick_backend
 from pallas_kernels.kv_write.reference import kv_write_reference
+from pallas_kernels.kv_write.xla import kv_write_xla
 from pallas_kernels.paged_attention.validate import (
     check_float,
     check_int32,
@@ -15,7 +16,7 @@ from pallas_kernels.paged_attention.validate import (
     is_concrete,
 )
 
-BACKENDS = {"reference": kv_write_reference}
+BACKENDS = {"xla": kv_write_xla, "reference": kv_write_reference}
 
 
 def kv_write(
