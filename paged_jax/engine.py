@@ -7,7 +7,9 @@ samples to itself, so the host never holds it up (docs/design.md, "One step in f
 from __future__ import annotations
 
 import itertools
+import numbers
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -84,6 +86,7 @@ class Engine:
         self._in_flight: tuple[Plan, StepHandle] | None = None
         self._ready: list[RequestOutput] = []
         self._dead: BaseException | None = None
+        self._num_preemptions = 0
         self._counter = itertools.count()
         self._seeds = np.random.Generator(np.random.PCG64(config.seed))
 
@@ -120,7 +123,11 @@ class Engine:
             model; the id is in use.
         """
         self._check_alive()
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        require(
+            isinstance(params, SamplingParams),
+            f"params={params!r} must be SamplingParams or None",
+        )
         params.validate_for(self.model.spec.vocab_size)
         require(
             not (params.stop and self.model.tokenizer is None),
@@ -128,7 +135,8 @@ class Engine:
         )
         token_ids = self._encode(prompt)
         if request_id is None:
-            request_id = f"request-{next(self._counter)}"
+            names = (f"request-{number}" for number in self._counter)
+            request_id = next(name for name in names if name not in self._by_id)
         request = Request(request_id, token_ids, params, eos_token_ids=self.model.eos_token_ids)
         sequence = self.scheduler.add(request)
         seed = params.seed
@@ -231,14 +239,18 @@ class Engine:
         Outputs of other requests are kept for whoever asks next. Closing the iterator early
         cancels what is left of the named ones.
         """
-        live = [request_id for request_id in request_ids if request_id in self._by_id]
-        return OutputStream(live, step=self._step_for, discard=self._discard)
+        known = self._by_id.keys() | {output.request_id for output in self._ready}
+        named = [request_id for request_id in request_ids if request_id in known]
+        return OutputStream(named, step=self._step_for, discard=self._discard)
 
     def _step_for(self, request_ids: set[str]) -> list[RequestOutput]:
-        """Step; keep the outputs of other requests for the next call."""
-        outputs = self.step()
-        self._ready = [out for out in outputs if out.request_id not in request_ids] + self._ready
-        return [out for out in outputs if out.request_id in request_ids]
+        """Step until these requests have outputs, or none of them lives; keep the others'."""
+        while True:
+            outputs = self.step()
+            self._ready = [out for out in outputs if out.request_id not in request_ids]
+            wanted = [out for out in outputs if out.request_id in request_ids]
+            if wanted or not request_ids & self._by_id.keys():
+                return wanted
 
     def _discard(self, request_ids: set[str]) -> None:
         """Cancel requests whose outputs nobody will ask for."""
@@ -312,7 +324,9 @@ class Engine:
         stats.num_positions += handle.num_positions
         stats.num_padding_positions += handle.num_positions - handle.num_real_positions
         stats.num_copied_blocks += len(plan.copies)
-        stats.num_preemptions = self.scheduler.num_preemptions
+        num_preemptions = self.scheduler.num_preemptions
+        stats.num_preemptions += num_preemptions - self._num_preemptions
+        self._num_preemptions = num_preemptions
         stats.pack_seconds += handle.pack_seconds
         blocks = manager.stats()
         stats.peak_used_blocks = max(stats.peak_used_blocks, blocks.used)
@@ -325,13 +339,15 @@ class Engine:
             if tokenizer is None:
                 raise ValueError("prompt is text, but the model has no tokenizer: give token ids")
             return tokenizer.encode(prompt)
-        token_ids = np.asarray(prompt)
-        is_list = token_ids.ndim == 1 and (token_ids.size == 0 or token_ids.dtype.kind in "iu")
+        is_list = isinstance(prompt, Iterable) and all(
+            isinstance(token, numbers.Integral) and not isinstance(token, bool) for token in prompt
+        )
         require(is_list, f"prompt={prompt!r} must be a string or a flat list of token ids")
+        token_ids = [int(token) for token in prompt]
         vocab_size = self.model.spec.vocab_size
-        bad = token_ids[(token_ids < 0) | (token_ids >= vocab_size)].tolist()
+        bad = [token for token in token_ids if not 0 <= token < vocab_size]
         require(not bad, f"prompt has token ids {bad[:5]} outside 0..{vocab_size - 1}")
-        return token_ids.tolist()
+        return token_ids
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self.model.tokenizer is None:

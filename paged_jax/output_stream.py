@@ -17,7 +17,8 @@ class OutputStream(Iterator[RequestOutput]):
 
     Args:
       request_ids: the requests to follow.
-      step: advances all requests by one step and returns the outputs of these ones.
+      step: advances all requests until these have outputs; none when they have all ended and
+        someone else was given their last outputs.
       discard: cancels requests and forgets their outputs.
     """
 
@@ -39,10 +40,11 @@ class OutputStream(Iterator[RequestOutput]):
         return self
 
     def __next__(self) -> RequestOutput:
-        while not self._buffer:
-            if not self._remaining:
-                raise StopIteration
+        if not self._buffer and self._remaining:
             self._buffer.extend(self._step(self._remaining))
+        if not self._buffer:
+            self._remaining = set()
+            raise StopIteration
         output = self._buffer.popleft()
         if output.finished:
             self._remaining.discard(output.request_id)
