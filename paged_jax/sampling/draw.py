@@ -198,7 +198,6 @@ def draw(
     top, top_ids = lax.optimization_barrier(lax.top_k(logits, min(num_candidates, vocab_size)))
     no_limit = (inputs.top_k < 1) | (inputs.top_k > vocab_size)
     greedy = (inputs.temperature <= np.float32(GREEDY_TEMPERATURE)) | ~jnp.isfinite(top[:, 0])
-    greedy |= jnp.any(jnp.isnan(logits), axis=1)
     rows = _Rows(
         logits=logits,
         best=top[:, :1],

@@ -110,6 +110,16 @@ def test_equals_a_full_sort_on_every_path(seed, kind):
     assert kind == "flat" or num_unsure <= ROWS // 3
 
 
+def test_top_p_is_a_share_of_what_top_k_leaves():
+    logits = np.tile(np.linspace(0.0, -1.0, 60, dtype=np.float32), (512, 1))
+    params = SamplingParams(top_k=12, top_p=0.5)
+    kept, _ = kept_by_full_sort(logits[0], params)
+    assert len(kept) < 7
+    for num_candidates in (8, 64):
+        tokens = draw_rows(logits, [params] * 512, keys_for(512), num_candidates=num_candidates)
+        assert set(tokens.tolist()) == set(kept.tolist())
+
+
 DISTRIBUTIONS = {
     "plain": SamplingParams(),
     "temperature": SamplingParams(temperature=0.5),
@@ -146,7 +156,7 @@ def test_frequencies_fit_the_probabilities(params, num_candidates):
 
 
 def test_a_flat_vocabulary_is_drawn_evenly():
-    num_draws, vocab = 4096, 20_000
+    num_draws, vocab = 2048, 10_000
     tokens = draw_rows(
         np.zeros((num_draws, vocab), np.float32),
         [SamplingParams()] * num_draws,
@@ -155,7 +165,7 @@ def test_a_flat_vocabulary_is_drawn_evenly():
     counts = np.bincount(tokens * 32 // vocab, minlength=32)
     assert stats.chisquare(counts).pvalue > 1e-3
     # Seeds that differ by one bit, or positions next to each other, share nothing.
-    assert len(np.unique(tokens)) > 3500
+    assert len(np.unique(tokens)) > 1780
 
 
 def test_rows_without_a_distribution_give_a_token_in_range():
@@ -164,12 +174,20 @@ def test_rows_without_a_distribution_give_a_token_in_range():
     logits[1, :] = -np.nan
     logits[2, 5] = np.inf
     logits[3, :] = -np.inf
-    logits[4, 7] = -np.float32(np.nan)
+    logits[4, 7] = -np.float32(np.nan)  # sorts last, so the best token looks healthy
     for num_candidates in (4, 64):
         tokens = draw_rows(
             logits, [SamplingParams()] * 6, keys_for(6), num_candidates=num_candidates
         )
         assert ((tokens >= 0) & (tokens < 40)).all()
+
+
+def test_both_zeros_are_equal():
+    logits = np.array([[-0.0, 0.0, -0.0, 0.0]] * 64, np.float32)
+    for params, kept in [(SamplingParams(top_k=1), 1), (SamplingParams(top_k=2), 2)]:
+        for num_candidates in (1, 4):
+            tokens = draw_rows(logits, [params] * 64, keys_for(64), num_candidates=num_candidates)
+            assert sorted(set(tokens.tolist())) == list(range(kept))
 
 
 def test_first_argmax_takes_the_first_of_equals_and_stays_in_range():
