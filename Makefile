@@ -7,7 +7,7 @@ RUFF := $(VENV)/bin/ruff
 JOBS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: help demo install dev test lint types unit test-all test-min fmt bench clean
+.PHONY: help demo install dev test lint types unit test-all test-sampled test-long test-min fmt bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,9 +33,12 @@ types: dev ## pyright
 unit: dev ## the sampled tests
 	$(PY) -m pytest -n $(JOBS) -m "not long" $(PYTEST_ARGS)
 
-test-all: lint types ## everything, the long part included
-	$(PY) -m pytest -n $(JOBS) -m "not long" $(PYTEST_ARGS)
-	$(PY) -m pytest -m long $(PYTEST_ARGS)
+test-all: lint types test-sampled test-long ## everything, in named parts
+
+test-sampled: unit ## part of test-all: what `make test` runs
+
+test-long: dev ## part of test-all: every combination, the weights' long runs
+	$(PY) -m pytest -n $(JOBS) -m long $(PYTEST_ARGS)
 
 test-min: ## the sampled tests on the oldest JAX that is supported
 	$(MAKE) unit VENV=.venv-min CONSTRAINTS=constraints-min.txt

@@ -94,12 +94,12 @@ class StepInputs:
       block_tables: blocks in logical order.
     """
 
-    state_slot: Int[Array, B]
-    start: Int[Array, B]
-    num_new: Int[Array, B]
-    samples: Bool[Array, B]
+    state_slot: Int[Array, "B"]
+    start: Int[Array, "B"]
+    num_new: Int[Array, "B"]
+    samples: Bool[Array, "B"]
     base_key: UInt32[Array, "B 2"]
-    first_position: Int[Array, B]
+    first_position: Int[Array, "B"]
     sampler: SamplerInputs
     tokens: Int[Array, "B T"] | None
     targets: Int[Array, "B T"] | None

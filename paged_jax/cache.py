@@ -32,7 +32,7 @@ class KVCache(Protocol):
         scale: float | None = None,
         window: Int[Array, ""] | int | None = None,
         soft_cap: float | None = None,
-        sinks: Float[Array, H] | None = None,
+        sinks: Float[Array, "H"] | None = None,
         score_fn: ScoreFn | None = None,
     ) -> tuple[Float[Array, "B T H D"], Self]:
         """Store the new keys and values of ``layer``, then attend to all of them, causally.
@@ -75,8 +75,8 @@ class PagedKVCache:
     pool: KVPool
     block_tables: Int[Array, "B M"]
     slot_mapping: Int[Array, "B T"]
-    kv_lens: Int[Array, B]
-    q_lens: Int[Array, B]
+    kv_lens: Int[Array, "B"]
+    q_lens: Int[Array, "B"]
     backend: str | None = None
 
     @classmethod
@@ -84,8 +84,8 @@ class PagedKVCache:
         cls,
         pool: KVPool,
         block_tables: Int[Array, "B M"],
-        starts: Int[Array, B],
-        q_lens: Int[Array, B],
+        starts: Int[Array, "B"],
+        q_lens: Int[Array, "B"],
         *,
         num_new: int,
         backend: str | None = None,
@@ -153,8 +153,8 @@ class DenseKVCache:
     """
 
     kv: Float[Array, "L B 2 K C D"]
-    starts: Int[Array, B]
-    q_lens: Int[Array, B]
+    starts: Int[Array, "B"]
+    q_lens: Int[Array, "B"]
 
     @classmethod
     def create(
@@ -172,7 +172,7 @@ class DenseKVCache:
         zeros = jnp.zeros((batch_size,), jnp.int32)
         return cls(kv, zeros, zeros)
 
-    def at(self, starts: Int[Array, B], q_lens: Int[Array, B]) -> DenseKVCache:
+    def at(self, starts: Int[Array, "B"], q_lens: Int[Array, "B"]) -> DenseKVCache:
         """Return the same cache, set to receive ``q_lens`` new tokens at ``starts``."""
         return dataclasses.replace(self, starts=starts, q_lens=q_lens)
 
@@ -208,14 +208,14 @@ class DenseKVCache:
 def dense_attention(
     q: Float[Array, "B T H D"],
     kv: Float[Array, "B 2 K C D"],
-    kv_lens: Int[Array, B],
-    q_lens: Int[Array, B],
+    kv_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
     positions: Int[Array, "B T"],
     *,
     scale: float | None = None,
     window: Int[Array, ""] | int | None = None,
     soft_cap: float | None = None,
-    sinks: Float[Array, H] | None = None,
+    sinks: Float[Array, "H"] | None = None,
     score_fn: ScoreFn | None = None,
 ) -> Float[Array, "B T H D"]:
     """Causal attention over a contiguous cache, all positions at once (the plain softmax).

@@ -15,7 +15,9 @@ from models.checkpoints.cache_dir import cache_root
 from paged_jax import Engine, EngineConfig, Model, RequestOutput, SamplingParams
 from paged_jax.pool import bytes_per_block
 
-MODEL = flags.DEFINE_string("model", models.DEFAULT_MODEL, "a known model's name, or a .gguf file")
+MODEL = flags.DEFINE_string(
+    "model", "smollm2-135m-instruct", "a known model's name, or a .gguf file"
+)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "weights and KV pool")
 CACHE_DIR = flags.DEFINE_string("cache_dir", None, "where converted weights live")
 
@@ -56,7 +58,7 @@ def sampling_params() -> SamplingParams:
 
 def load_model(*, progress: bool = True) -> Model:
     """The model that the flags name, with compiled programs kept between runs."""
-    enable_compilation_cache()
+    enable_compilation_cache(CACHE_DIR.value)
     return models.load_model(
         MODEL.value, dtype=DTYPE.value, cache_dir=CACHE_DIR.value, progress=progress
     )
@@ -69,10 +71,10 @@ def make_engine(model: Model) -> Engine:
     return Engine(model, config=EngineConfig(kv_dtype=DTYPE.value, **chosen))
 
 
-def enable_compilation_cache() -> None:
+def enable_compilation_cache(cache_dir: str | None) -> None:
     """Keep compiled programs on disk, unless the user's environment says where already."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache_root(CACHE_DIR.value) / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_root(cache_dir) / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 

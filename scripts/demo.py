@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 
 from absl import app, flags
-from paged_jax_scripts import cli
-from paged_jax_scripts.display import StreamDisplay
-from paged_jax_scripts.pool_picture import PoolSnapshot, draw, take_snapshot
 from rich.console import Console
 
 from paged_jax import Engine, RequestOutput, SamplingParams
+from paged_jax_scripts import cli
+from paged_jax_scripts.display import StreamDisplay
+from paged_jax_scripts.pool_picture import PoolSnapshot, draw, take_snapshot
 
 QUESTIONS = (
     "Why is the sky blue?",

@@ -14,12 +14,12 @@ import time
 from collections.abc import Sequence
 
 from absl import app, flags
-from paged_jax_scripts import cli
-from paged_jax_scripts.display import StreamDisplay
 from rich.console import Console
 from rich.markup import escape
 
 from paged_jax import Engine, Model, RequestOutput
+from paged_jax_scripts import cli
+from paged_jax_scripts.display import StreamDisplay
 
 PROMPTS = flags.DEFINE_multi_string("prompt", [], "a prompt; repeat for several")
 PROMPT_FILE = flags.DEFINE_string(

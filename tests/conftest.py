@@ -10,6 +10,11 @@ sys.path.insert(0, str(TESTS))  # tests/suites is imported as `suites`
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402  (the platform is chosen before jax is imported)
+import pytest  # noqa: E402
+
+from models import load_model  # noqa: E402
+from models.checkpoints import FetchError  # noqa: E402
+from paged_jax import Model  # noqa: E402
 
 
 def pytest_configure() -> None:
@@ -17,3 +22,14 @@ def pytest_configure() -> None:
     cache = folder or str(pathlib.Path.home() / ".cache" / "paged_jax" / "test-compilations")
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Model:
+    """The real model in float32; without a network the tests that need it are skipped."""
+    try:
+        return load_model()
+    except FetchError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"no weights: {error}")

@@ -31,6 +31,7 @@ class StaticRun:
 
     Attributes:
       token_ids: generated tokens, a list a prompt, ``max_tokens`` each.
+      margins: how far the best logit of each step led the second, ``[B, steps]``.
       logits: ``[B, V]`` of every step, if kept.
       cache_nbytes: bytes that the cache reserved.
       prefill_seconds: wall time of the prompts' step, compilation excluded.
@@ -38,6 +39,7 @@ class StaticRun:
     """
 
     token_ids: list[list[int]]
+    margins: np.ndarray
     logits: list[np.ndarray]
     cache_nbytes: int
     prefill_seconds: float
@@ -84,23 +86,25 @@ def run_static_batch(
     batch.compile(tokens.shape[1])
     kept: list[np.ndarray] = []
     begin = time.perf_counter()
-    logits, sampled = batch.step(tokens, np.zeros_like(lens), lens)
+    logits, sampled, margin = batch.step(tokens, np.zeros_like(lens), lens)
     sampled.block_until_ready()
     prefill_end = time.perf_counter()
-    columns, starts, ones = [sampled], lens, np.ones_like(lens)
-    for index in range(max(max_tokens)):
+    columns, margins, starts, ones = [sampled], [margin], lens, np.ones_like(lens)
+    for index in range(max(max_tokens) - 1):
         if keep_logits:
             kept.append(np.asarray(logits))
-        if index + 1 == max(max_tokens):
-            break
         inputs = sampled if forced is None else _forced_column(forced, index)
-        logits, sampled = batch.step(inputs[:, None], starts, ones)
-        starts = np.minimum(starts + 1, capacity - 1)
+        logits, sampled, margin = batch.step(inputs[:, None], starts, ones)
+        starts = starts + 1
         columns.append(sampled)
+        margins.append(margin)
+    if keep_logits:
+        kept.append(np.asarray(logits))
     generated = np.stack([np.asarray(column) for column in columns], axis=1)
     decode_end = time.perf_counter()
     return StaticRun(
         token_ids=[generated[row, :count].tolist() for row, count in enumerate(max_tokens)],
+        margins=np.stack([np.asarray(margin) for margin in margins], axis=1),
         logits=kept,
         cache_nbytes=batch.nbytes,
         prefill_seconds=prefill_end - begin,
@@ -144,16 +148,16 @@ class _StaticBatch:
         zeros = np.zeros(self._batch_size, np.int32)
         for num_new in (prompt_len, 1):
             tokens = np.zeros((self._batch_size, num_new), np.int32)
-            _, sampled = self.step(tokens, zeros, zeros)
             # The device feeds its own tokens: an entry of the jit cache for each kind of input.
-            _, sampled = self.step(jnp.asarray(tokens), zeros, zeros)
-            sampled.block_until_ready()
+            for given in (tokens, jnp.asarray(tokens)):
+                _, sampled, _ = self.step(given, zeros, zeros)
+                sampled.block_until_ready()
 
     def step(
         self, tokens: Any, starts: np.ndarray, q_lens: np.ndarray
-    ) -> tuple[Array, Int[Array, B]]:
-        """Compute one step; return last-position logits and their argmax."""
-        self._storage, logits, sampled = self._step(
+    ) -> tuple[Array, Int[Array, "B"], Array]:
+        """Compute one step; return last-position logits, their argmax and its lead."""
+        self._storage, logits, sampled, margin = self._step(
             self._params,
             storage=self._storage,
             tables=self._tables,
@@ -161,12 +165,12 @@ class _StaticBatch:
             starts=starts,
             q_lens=q_lens,
         )
-        return logits, sampled
+        return logits, sampled, margin
 
 
 def _static_step(
     apply: Any, params: Any, *, storage: Any, tables: Any, tokens: Any, starts: Any, q_lens: Any
-) -> tuple[Any, Array, Array]:
+) -> tuple[Any, Array, Array, Array]:
     num_new = tokens.shape[1]
     if tables is None:
         cache: Any = storage.at(starts, q_lens)
@@ -176,7 +180,8 @@ def _static_step(
     logits_at = jnp.maximum(q_lens - 1, 0)[:, None]
     logits, cache = apply(params, tokens, positions, cache, logits_at=logits_at)
     storage = cache if tables is None else cache.pool
-    return storage, logits[:, 0], jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
+    best, ids = jax.lax.top_k(logits[:, 0], 2)
+    return storage, logits[:, 0], ids[:, 0].astype(jnp.int32), best[:, 0] - best[:, 1]
 
 
 def _forced_column(forced: Sequence[Sequence[int]], index: int) -> np.ndarray:
