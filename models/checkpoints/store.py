@@ -1,8 +1,8 @@
 """Converted checkpoints: an orbax checkpoint of the weights, with its settings beside it.
 
 A checkpoint folder holds ``params/`` (orbax, one folder a tensor, uncompressed),
-``manifest.json`` (source, format version, shape and CRC-32 of every tensor) and ``config.json``;
-the tokenizer's files stand beside them.
+``manifest.json`` (source, format version, shape and CRC-32 of every tensor, size of every file)
+and ``config.json``; the tokenizer's files stand beside them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ REMEDY = "delete the folder, and it is converted again"
 
 Tree = dict[str, Any]
 Shapes = dict[str, Any]
+Stored = tuple[tuple[int, ...], int]  # shape and CRC-32 of a tensor
 
 
 @contextlib.contextmanager
@@ -62,7 +63,17 @@ def write_checkpoint(folder: Path, params: Tree, *, config: dict, source: dict) 
         name: {"shape": list(leaf.shape), "crc32": zlib.crc32(np.ascontiguousarray(leaf))}
         for name, leaf in _named(params)
     }
-    manifest = {"format_version": FORMAT_VERSION, "source": source, "tensors": tensors}
+    files = {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in sorted((folder / "params").rglob("*"))
+        if path.is_file()
+    }
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "source": source,
+        "tensors": tensors,
+        "files": files,
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
@@ -77,8 +88,8 @@ def _read_json(path: Path) -> dict:
     return value
 
 
-def _read_manifest(folder: Path) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return shape and CRC-32 of every tensor."""
+def _read_manifest(folder: Path) -> tuple[dict[str, Stored], dict[str, int]]:
+    """Return shape and CRC-32 of every tensor, and the size of every file."""
     path = folder / "manifest.json"
     manifest = _read_json(path)
     version = manifest.get("format_version")
@@ -86,11 +97,25 @@ def _read_manifest(folder: Path) -> dict[str, tuple[tuple[int, ...], int]]:
         raise ValueError(f"{path}: format_version={version!r} must be {FORMAT_VERSION}; {REMEDY}")
     try:
         entries = manifest["tensors"].items()
-        return {name: (tuple(entry["shape"]), entry["crc32"]) for name, entry in entries}
-    except (AttributeError, KeyError, TypeError) as error:
+        tensors = {name: (tuple(entry["shape"]), entry["crc32"]) for name, entry in entries}
+        return tensors, dict(manifest["files"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}: expected the shapes and CRC-32s of the tensors: {error!r}; {REMEDY}"
+            f"{path}: expected the tensors' shapes and CRC-32s, and the files' sizes: {error!r}; "
+            f"{REMEDY}"
         ) from error
+
+
+def _check_files(folder: Path, files: dict[str, int]) -> None:
+    # Orbax finds this too, but some of its reads then end after their event loop is closed.
+    for name, size in files.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else "no such file"
+        if found != size:
+            tensor = Path(name).parts[1]
+            raise ValueError(
+                f"{path}: tensor {tensor!r}: expected {size} bytes, found {found}; {REMEDY}"
+            )
 
 
 def read_config(folder: Path) -> dict:
@@ -113,13 +138,14 @@ def read_params(folder: Path, shapes: Shapes) -> Tree:
       ValueError: a tensor is missing, has another shape, cannot be read or is damaged; the
         message names the file, the tensor and what was expected.
     """
-    stored = _read_manifest(folder)
+    stored, files = _read_manifest(folder)
     expected = dict(_named(shapes))
     for name in sorted(expected.keys() | stored.keys()):
         want = expected.get(name, "no such tensor")
         found = stored[name][0] if name in stored else "no such tensor"
         if found != want:
             raise ValueError(f"{folder}: tensor {name!r}: expected {want}, found {found}; {REMEDY}")
+    _check_files(folder, files)
     params = _restore(folder, shapes)
     for name, leaf in _named(params):
         want, found = stored[name], (leaf.shape, zlib.crc32(leaf))
@@ -144,6 +170,6 @@ def _restore(folder: Path, shapes: Shapes) -> Tree:
         names = [name for name, _ in _named(shapes)]
         unreadable = [name for name in names if f"params/{name}/" in str(error)] or names
         raise ValueError(
-            f"{folder}/params: tensor {', '.join(unreadable)}: expected a readable orbax "
-            f"checkpoint: {error}; {REMEDY}"
+            f"{folder}/params: tensor {', '.join(map(repr, unreadable))}: expected a readable "
+            f"orbax checkpoint: {error}; {REMEDY}"
         ) from error
