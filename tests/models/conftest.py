@@ -1,6 +1,5 @@
-"""Toy GGUF files, and the real model for those tests that need it."""
+"""Toy GGUF files."""
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,8 @@ import gguf
 import numpy as np
 import pytest
 
-from models import load_model
-from models.checkpoints import FetchError
 from models.llama import LlamaConfig, random_params
 from models.tokenizer import byte_alphabet
-from paged_jax.model import Model
 
 TOY_MERGES = ["h e", "l l", "he ll", "Ġ t", "1 2"]
 TOY_SPECIAL = ["<|im_start|>", "<|im_end|>"]
@@ -124,14 +120,3 @@ def write_gguf(tmp_path: Path) -> WriteGguf:
         return path
 
     return write
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Model:
-    """The real model in float32; without a network the tests that need it are skipped."""
-    try:
-        return load_model()
-    except FetchError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(f"no weights: {error}")
