@@ -49,6 +49,7 @@ class StepHandle:
     """A dispatched step whose values are still on the device.
 
     Attributes:
+      sampling_rows: the plan's, in the order of a result's tokens.
       dispatches: rows and outputs of each program that the plan became.
       check_logits: look for NaN.
       num_positions: token positions computed, padding included.
@@ -56,6 +57,7 @@ class StepHandle:
       pack_seconds: host time in making the arrays.
     """
 
+    sampling_rows: list[PlanRow]
     dispatches: list[tuple[list[PlanRow], StepOutputs]]
     check_logits: bool
     num_positions: int = 0
@@ -69,6 +71,7 @@ class StepHandle:
           FloatingPointError: a row's logits hold NaN and ``EngineConfig.check_logits`` is set.
         """
         result = StepResult([], [], [])
+        sampled: dict[Sequence, tuple[int, PositionLogprobs | None]] = {}
         for rows, outputs in self.dispatches:
             if self.check_logits:
                 _raise_on_nan(rows, np.asarray(outputs.sampled.has_nan))
@@ -80,8 +83,13 @@ class StepHandle:
             entries = _sampled_entries(rows, outputs, token_ids)
             for index, row in enumerate(rows):
                 if row.samples:
-                    result.token_ids.append(token_ids[index])
-                    result.logprobs.append(entries[index] if entries else None)
+                    entry = entries[index] if entries else None
+                    sampled[row.sequence] = token_ids[index], entry
+        # Programs take rows by kind, so their order is not the plan's.
+        for row in self.sampling_rows:
+            token_id, entry = sampled[row.sequence]
+            result.token_ids.append(token_id)
+            result.logprobs.append(entry)
         return result
 
 
@@ -145,7 +153,7 @@ class JaxExecutor:
     def execute(self, plan: Plan) -> StepHandle:
         """Dispatch a plan and return at once: copies first, then prompts, then decode."""
         self._run_copies(plan.copies)
-        handle = StepHandle([], self._config.check_logits)
+        handle = StepHandle(plan.sampling_rows, [], self._config.check_logits)
         self._load_penalties(plan)
         plain = [row for row in plan.prefill_rows if _prompt_logprobs_of(row) is None]
         scored = [row for row in plan.prefill_rows if _prompt_logprobs_of(row) is not None]

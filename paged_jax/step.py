@@ -20,7 +20,7 @@ from paged_jax.cache import PagedKVCache
 from paged_jax.model import ApplyFn
 from paged_jax.pool import KVPool
 from paged_jax.row_state import RowState, record, start_rows
-from paged_jax.sampling.logprobs import TokenLogprobs, token_logprobs
+from paged_jax.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from paged_jax.sampling.sampler import SampleResult, sample
 from pallas_kernels.block_copy import block_copy
 
@@ -61,7 +61,7 @@ def make_step(apply: ApplyFn, *, backend: str | None, donate: bool) -> Callable[
         prompt = None
         if layout.prompt_logprobs is not None:
             assert inputs.targets is not None  # packed whenever prompt logprobs are wanted
-            prompt = token_logprobs(logits, inputs.targets, num_logprobs=layout.prompt_logprobs)
+            prompt = prompt_logprobs(logits, inputs.targets, num_logprobs=layout.prompt_logprobs)
             last = jnp.maximum(inputs.num_new - 1, 0)
             logits = jnp.take_along_axis(logits, last[:, None, None], axis=1)
         state, sampled = _sample_rows(logits[:, 0], state, inputs, layout)
