@@ -356,6 +356,7 @@ class Engine:
             self.model.tokenizer.token_bytes,
             stop=tuple(params.stop),
             include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
         )
 
     def _check_alive(self) -> None:

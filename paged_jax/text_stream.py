@@ -48,6 +48,7 @@ class TextStream:
         ``token_bytes``.
       stop: strings that end the text.
       include_stop: leave the matched stop string in the text.
+      min_tokens: text of the first so many tokens never completes, nor begins, a stop string.
 
     Raises:
       ValueError: a stop string is empty.
@@ -65,6 +66,7 @@ class TextStream:
         "_held",
         "_include_stop",
         "_matchers",
+        "_num_unchecked",
         "_pieces",
         "_stopped",
         "_token_bytes",
@@ -76,6 +78,7 @@ class TextStream:
         *,
         stop: Sequence[str] = (),
         include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         require(
             not isinstance(stop, str) and all(stop),
@@ -83,6 +86,7 @@ class TextStream:
         )
         self._token_bytes = token_bytes
         self._include_stop = include_stop
+        self._num_unchecked = min_tokens
         self._matchers = [_StopMatcher(string) for string in stop]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""  # decoded, not given out: may begin a stop string
@@ -112,7 +116,11 @@ class TextStream:
             raise RuntimeError(f"token {token_id} pushed after finish(), text {self.text!r}")
         if self._stopped is not None:
             return ""
-        return self._take(self._decoder.decode(self._token_bytes(token_id)))
+        new = self._decoder.decode(self._token_bytes(token_id))
+        if self._num_unchecked > 0:
+            self._num_unchecked -= 1
+            return self._give(new)
+        return self._take(new)
 
     def finish(self) -> str:
         """End the text; returns what was held back. A second call returns nothing."""

@@ -131,3 +131,12 @@ def test_a_long_stop_string_costs_no_more_a_token():
     deltas, stream = run([b"a" * 20_000, b"a" * 20_000], stop=[stop])
     assert stream.stopped is None
     assert len(deltas[-1]) == 5000
+
+
+def test_stop_strings_count_only_after_min_tokens():
+    stream = TextStream([b"ab", b"c"].__getitem__, stop=("ab", "ca"), min_tokens=2)
+    deltas = [stream.push(token) for token in (0, 1)]  # "ab" is too early to stop
+    assert deltas == ["ab", "c"]
+    assert stream.push(0) == ""  # the "c" of "ca" came too early as well; "ab" counts now
+    assert stream.stopped == "ab"
+    assert stream.text == "abc"
