@@ -78,11 +78,14 @@ def check_step(engine: Engine) -> None:
 def drive(
     engine: Engine, *, before_step: Callable[[int], object] = lambda index: None
 ) -> dict[str, list[RequestOutput]]:
-    """Step to the end; returns all outputs of each request, checked against each other."""
+    """Step to the end; returns all outputs of each request, checked against each other.
+
+    ``before_step`` gets the number of the step; while it returns True there is more to come.
+    """
     outputs: dict[str, list[RequestOutput]] = {}
     for index in range(MAX_STEPS):
-        before_step(index)
-        if not engine.has_unfinished:
+        more_to_come = before_step(index) is True
+        if not (engine.has_unfinished or more_to_come):
             break
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
@@ -164,7 +167,7 @@ def adjusted_logits(
 
 
 def expected_tokens(
-    prompt: Sequence[int], params: SamplingParams, *, eos: Sequence[int] = (), room: int = 64
+    prompt: Sequence[int], params: SamplingParams, *, eos: Sequence[int] = (), room: int = 10**6
 ) -> tuple[list[int], str]:
     """What the hash model's greedy request must yield: tokens and finish reason."""
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
