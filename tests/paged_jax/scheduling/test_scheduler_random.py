@@ -1,0 +1,89 @@
+"""Random traffic on the whole scheduler, one step in flight, over the slot-checking executor."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from suites.host_simulation import VOCAB_SIZE, SimulatedServer, make_request
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Adds, cancels and steps in any order; outputs equal those of each request alone."""
+
+    @initialize(
+        num_blocks=st.integers(2, 16),
+        block_size=st.sampled_from([1, 2, 4, 8]),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.integers(1, 24),
+        prefill_row_len=st.integers(1, 8),
+        prefill_chunk_len=st.none() | st.integers(1, 12),
+        max_model_len=st.integers(4, 60),
+    )
+    def start(self, **limits: int) -> None:
+        self.server = SimulatedServer(**limits)
+        self.ids: list[int] = []
+        self.room = min(limits["max_model_len"], (limits["num_blocks"] - 1) * limits["block_size"])
+
+    @rule(
+        prompt_len=st.integers(1, 40),
+        max_tokens=st.none() | st.integers(0, 40),
+        min_tokens=st.integers(0, 4),
+        stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=1),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, prompt_len: int, max_tokens: int | None, **params: object) -> None:
+        request_id = len(self.ids)
+        request = make_request(request_id, prompt_len, max_tokens, eos_token_ids={3}, **params)
+        if prompt_len + (max_tokens != 0) > self.room:
+            with pytest.raises(ValueError, match="must leave room"):
+                self.server.add(request)
+            return
+        self.server.add(request)
+        self.ids.append(request_id)
+
+    @rule(
+        sizes=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 30)), min_size=2, max_size=6),
+        count=st.integers(1, 30),
+    )
+    def burst(self, sizes: list[tuple[int, int]], count: int) -> None:
+        for prompt_len, max_tokens in sizes:
+            self.add(prompt_len, max_tokens, ignore_eos=True)
+        self.steps(count)
+
+    @rule()
+    def step(self) -> None:
+        self.server.step()
+
+    @rule(count=st.integers(2, 9))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.server.step()
+
+    @rule()
+    def collect(self) -> None:
+        self.server.collect()
+
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(self.ids))
+        self.server.scheduler.cancel(request_id)
+        assert not self.server.scheduler.cancel(request_id)
+        self.server.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "server"):
+            self.server.drain()
+
+
+class TestScheduler(SchedulerMachine.TestCase):
+    settings = settings(
+        max_examples=40, stateful_step_count=50, deadline=None, derandomize=True
+    )  # 2,000 operations
+
+
+@pytest.mark.long
+class TestSchedulerLong(SchedulerMachine.TestCase):
+    settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
