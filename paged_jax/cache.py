@@ -240,11 +240,13 @@ def dense_attention(
     num_rows, num_new, num_heads, head_dim = q.shape
     num_kv_heads, capacity = kv.shape[2:4]
     factor = head_dim**-0.5 if scale is None else scale
-    grouped = q.reshape(num_rows, num_new, num_kv_heads, -1, head_dim)  # [B, T, K, G, D]
+    grouped = q.astype(kv.dtype).reshape(num_rows, num_new, num_kv_heads, -1, head_dim)
+    # Batch axes first: XLA on CPU multiplies 16-bit operands into float32 in this order only.
+    grouped = grouped.transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
     k_pos = jnp.arange(capacity, dtype=jnp.int32)
     is_written = k_pos < kv_lens[:, None]  # [B, C]
     values = jnp.where(is_written[:, None, :, None], kv[:, 1], 0)  # [B, K, C, D]
-    scores = jnp.einsum("btkgd,bkcd->bkgtc", grouped, kv[:, 0], preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bkgtd,bkcd->bkgtc", grouped, kv[:, 0], preferred_element_type=jnp.float32)
     scores = scores * factor
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -270,7 +272,8 @@ def dense_attention(
         total = total + jnp.exp(sink - top)
     weights = weights / jnp.where(total > 0, total, 1.0)
     out = jnp.einsum(
-        "bkgtc,bkcd->btkgd", weights.astype(kv.dtype), values, preferred_element_type=jnp.float32
+        "bkgtc,bkcd->bkgtd", weights.astype(kv.dtype), values, preferred_element_type=jnp.float32
     )
+    out = out.transpose(0, 3, 1, 2, 4)  # [B, T, K, G, D]
     is_query = (jnp.arange(num_new) < q_lens[:, None])[:, :, None, None]
     return jnp.where(is_query, out.reshape(q.shape), 0).astype(q.dtype)

@@ -176,13 +176,7 @@ def test_an_untied_head_that_holds_the_embedding_changes_nothing():
     [
         (jnp.bfloat16, "paged"),
         (jnp.float16, "paged"),
-        pytest.param(
-            jnp.bfloat16,
-            "dense",
-            marks=pytest.mark.xfail(
-                reason="XLA on CPU has no batched bf16 product with a float32 result", strict=True
-            ),
-        ),
+        (jnp.bfloat16, "dense"),
     ],
 )
 def test_sixteen_bit_types_follow_float32(dtype, kind):
