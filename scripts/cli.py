@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 import jax
-from absl import flags
+from absl import flags, logging
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +19,8 @@ MODEL = flags.DEFINE_string(
     "model", "smollm2-135m-instruct", "a known model's name, or a .gguf file"
 )
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "weights and KV pool")
+# What JAX and the ops log is for those who ask: --verbosity=0.
+flags.FLAGS.set_default("verbosity", logging.WARNING)
 CACHE_DIR = flags.DEFINE_string("cache_dir", None, "where converted weights live")
 
 
@@ -89,29 +91,25 @@ def figures(
       seconds: wall time of the run.
     """
     stats, config, spec = engine.stats, engine.config, engine.model.spec
-    num_tokens = sum(len(output.token_ids) for output in outputs)
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    generated = sum(len(output.token_ids) for output in outputs)
+    lengths = [len(output.prompt_token_ids) + len(output.token_ids) for output in outputs]
     block = bytes_per_block(spec, block_size=config.block_size, dtype=config.kv_dtype)
-    usable = engine.num_blocks - 1
-    dense = len(outputs) * spec.max_position * (block // config.block_size)
-    peak = stats.peak_used_blocks
+    usable, peak = engine.num_blocks - 1, stats.peak_used_blocks
+
+    def dense(positions: int) -> str:
+        size = len(outputs) * positions * (block // config.block_size)
+        return f"{_size(size)}: {size / max(peak * block, 1):.1f} times that peak"
+
     return [
         ("requests", f"{len(outputs)}"),
-        ("tokens", f"{num_prompt} prompt, {num_tokens} generated"),
-        (
-            "tokens/s",
-            f"{num_tokens / seconds:.1f} generated ({seconds:.1f} s, compilation included)",
-        ),
+        ("tokens", f"{sum(lengths) - generated} prompt, {generated} generated"),
+        ("tokens/s", f"{generated / seconds:.1f} generated ({seconds:.1f} s, compiling included)"),
         ("blocks used", f"{peak} of {usable} at the peak, {engine.num_used_blocks} now"),
-        ("memory used", f"{_size(peak * block)} at the peak, in a pool of {_size(usable * block)}"),
-        (
-            "of it, real tokens",
-            f"{stats.block_utilisation:.1%} of the used blocks' slots, over all steps",
-        ),
-        (
-            f"a dense cache of {spec.max_position} positions a request",
-            f"{_size(dense)}: {dense / max(peak * block, 1):.0f} times the peak",
-        ),
+        ("memory of those blocks", f"{_size(peak * block)} at the peak"),
+        ("of it real tokens", f"{stats.block_utilisation:.1%} (all steps)"),
+        ("the whole pool", _size(usable * block)),
+        (f"dense cache, the model's {spec.max_position} positions each", dense(spec.max_position)),
+        (f"dense cache, this batch's longest ({max(lengths)}) each", dense(max(lengths))),
     ]
 
 

@@ -25,7 +25,7 @@ QUESTIONS = (
 )
 cli.define_engine_flags(max_num_seqs=8)
 flags.DEFINE_integer("max_tokens", 96, "tokens to generate a prompt", lower_bound=1)
-flags.FLAGS.set_default("num_blocks", 129)
+flags.FLAGS.set_default("num_blocks", 41)
 
 
 def stream_with_picture(
@@ -36,7 +36,7 @@ def stream_with_picture(
     numbers = {request_id: index for index, request_id in enumerate(request_ids)}
     final: dict[str, RequestOutput] = {}
     fullest: PoolSnapshot | None = None
-    with StreamDisplay(console, QUESTIONS, enabled=True) as display:
+    with StreamDisplay(console, QUESTIONS, enabled=True, separator="\n") as display:
         for output in engine.run(request_ids):
             display.update(numbers[output.request_id], output)
             if output.finished:
@@ -66,8 +66,9 @@ def main(argv: Sequence[str]) -> None:
             "\nThe pool when it was fullest: one cell a block of "
             f"{fullest.block_size} tokens, one letter a request, small where partly filled:"
         )
-        console.print(draw(fullest))
-    cli.print_figures(console, cli.figures(engine, outputs, seconds), title=f"\n{model.name}")
+        console.print(draw(fullest, columns=40))
+        console.print()
+    cli.print_figures(console, cli.figures(engine, outputs, seconds), title=model.name)
 
 
 def run() -> None:

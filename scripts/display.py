@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 from rich.console import Console, Group
@@ -27,15 +26,23 @@ class StreamDisplay:
       console: where texts go.
       prompts: what each request was asked, by number.
       enabled: False shows nothing.
+      separator: between a prompt and its text; "" where the text continues the prompt.
       max_panels: most running requests on the screen at once.
     """
 
     def __init__(
-        self, console: Console, prompts: Sequence[str], *, enabled: bool, max_panels: int = 8
+        self,
+        console: Console,
+        prompts: Sequence[str],
+        *,
+        enabled: bool,
+        separator: str = "",
+        max_panels: int = 8,
     ) -> None:
         self._console = console
         self._prompts = prompts
         self._enabled = enabled
+        self._separator = separator
         self._max_panels = max_panels
         self._running: dict[int, RequestOutput] = {}
         self._num_tokens = 0
@@ -83,19 +90,8 @@ class StreamDisplay:
         prompt = self._prompts[number]
         shortened = prompt if len(prompt) <= 300 else prompt[:300] + " ..."
         body = Text()
-        body.append(shortened, style="dim")
+        body.append(shortened + self._separator, style="dim")
         body.append(output.text, style="bold")
         ending = f" ({output.finish_reason})" if output.finished else ""
         title = f"{number}: {len(output.token_ids)} tokens{ending}"
         return Panel(body, title=title, title_align="left")
-
-
-@contextlib.contextmanager
-def spinner(console: Console, text: str) -> Iterator[None]:
-    """Say what takes long while the block runs."""
-    if console.is_terminal:
-        with console.status(text):
-            yield
-    else:
-        console.print(text, highlight=False)
-        yield

@@ -104,14 +104,19 @@ def as_json(index: int, output: RequestOutput) -> str:
     return json.dumps(record, ensure_ascii=False)
 
 
-def run_prompts(engine: Engine, prompts: Sequence[str], console: Console) -> list[RequestOutput]:
-    """Generate, show or write what comes, and return each prompt's last output, in order."""
-    params = cli.sampling_params()
-    request_ids = engine.add_requests(prompts, params)
+def run_prompts(
+    engine: Engine, texts: Sequence[str], prompts: Sequence[str], console: Console
+) -> list[RequestOutput]:
+    """Generate, show or write what comes, and return each text's last output, in order.
+
+    ``prompts`` are what is shown: ``texts`` may have a chat template around them.
+    """
+    request_ids = engine.add_requests(texts, cli.sampling_params())
     numbers = {request_id: index for index, request_id in enumerate(request_ids)}
     final: dict[str, RequestOutput] = {}
     shown = STREAM.value and not JSON.value
-    with StreamDisplay(console, prompts, enabled=shown) as display:
+    separator = "\n" if CHAT.value else ""
+    with StreamDisplay(console, prompts, enabled=shown, separator=separator) as display:
         for output in engine.run(request_ids):
             index = numbers[output.request_id]
             display.update(index, output)
@@ -134,7 +139,7 @@ def main(argv: Sequence[str]) -> None:
         texts = as_chat(model, prompts, SYSTEM.value) if CHAT.value else prompts
         engine = cli.make_engine(model)
         begin = time.perf_counter()
-        outputs = run_prompts(engine, texts, console if JSON.value else Console())
+        outputs = run_prompts(engine, texts, prompts, console if JSON.value else Console())
     except ValueError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}")
         sys.exit(2)
