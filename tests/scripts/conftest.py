@@ -16,7 +16,7 @@ def toy_model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run_program(tmp_path_factory, toy_model):
-    """``run_program("generate", "--flag=1", stdin="...")``: a CompletedProcess, on the toy model."""
+    """``run_program("generate", "--flag", stdin="...")``: a CompletedProcess, on the toy model."""
     cache = tmp_path_factory.getbasetemp() / "cache"
 
     def run(name: str, *args: str, stdin: str = "", is_toy: bool = True):
