@@ -49,6 +49,8 @@ def block_copy(
     if is_concrete(src) and is_concrete(dst):
         check_copies(src, dst, num_blocks=kv_blocks.shape[1])
     run = pick_backend("block_copy", backend, BACKENDS)
+    if src.shape[0] == 0:
+        return jnp.asarray(kv_blocks)
     last = kv_blocks.shape[1] - 1
     return run(jnp.asarray(kv_blocks), jnp.clip(src, 0, last), jnp.clip(dst, 0, last))
 
