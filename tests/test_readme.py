@@ -1,0 +1,33 @@
+"""The README's Python blocks run as printed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def python_blocks():
+    return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def run_block(index):
+    exec(compile(python_blocks()[index], f"README.md, block {index}", "exec"), {})
+
+
+@pytest.mark.weights
+def test_library_example(smollm2, capsys):
+    del smollm2  # fetched, or skipped
+    block = python_blocks()[0]
+    assert len([line for line in block.splitlines() if line.strip()]) <= 15
+    run_block(0)
+    shown = capsys.readouterr().out
+    assert "' Paris.' stop" in shown
+    assert "free=255" in shown
+
+
+def test_own_model_example(capsys):
+    run_block(1)
+    token_lists = eval(capsys.readouterr().out)
+    assert [len(tokens) for tokens in token_lists] == [16, 16]
