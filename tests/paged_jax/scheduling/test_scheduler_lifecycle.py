@@ -100,7 +100,7 @@ def test_b35_random_traffic_never_stalls(seed):
                 request_id, prompt_len, max_tokens, eos_token_ids={3}, ignore_eos=rng.random() < 0.8
             )
         )
-        while rng.random() < 0.6:
+        while rng.random() < 0.92:
             server.step()
         if rng.random() < 0.1:
             server.scheduler.cancel(rng.randint(0, request_id))
