@@ -27,6 +27,7 @@ NUM_REQUESTS = flags.DEFINE_integer("num_requests", 32, "of the 32", lower_bound
 BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "token positions a block", lower_bound=1)
 SAMPLED = flags.DEFINE_bool("sampled", False, "temperature 0.8, top-p 0.95 instead of greedy")
 JSON_FILE = flags.DEFINE_string("json", None, "also write the figures to this file")
+flags.adopt_module_key_flags(cli)
 
 
 def measure(

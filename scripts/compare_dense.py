@@ -28,6 +28,7 @@ MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "tokens a prompt", lower_bou
 NUM_REQUESTS = flags.DEFINE_integer("num_requests", 32, "of the built-in ones", lower_bound=1)
 JSON_FILE = flags.DEFINE_string("json", None, "also write the figures to this file")
 cli.define_engine_flags()
+flags.adopt_module_key_flags(cli)
 
 NEAR_TIE = 2e-3
 

@@ -26,6 +26,7 @@ QUESTIONS = (
 cli.define_engine_flags(max_num_seqs=8)
 flags.DEFINE_integer("max_tokens", 96, "tokens to generate a prompt", lower_bound=1)
 flags.FLAGS.set_default("num_blocks", 41)
+flags.adopt_module_key_flags(cli)
 
 
 def stream_with_picture(

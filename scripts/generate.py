@@ -34,6 +34,7 @@ STREAM = flags.DEFINE_bool("stream", True, "show text as it comes (not with --js
 FIGURES = flags.DEFINE_bool("figures", True, "end with a table of figures on standard error")
 cli.define_engine_flags()
 cli.define_sampling_flags()
+flags.adopt_module_key_flags(cli)
 
 
 def read_prompts() -> list[str]:
