@@ -40,7 +40,9 @@ def measure(
     model = models.load_model(dtype=dtype, cache_dir=cache_dir, progress=False)
     requests = workload.load()[:num_requests]
     prompts = [request.prompt_token_ids for request in requests]
-    choice = {"temperature": 0.8, "top_p": 0.95, "seed": 1} if sampled else {"temperature": 0.0}
+    choice: dict[str, Any] = (
+        {"temperature": 0.8, "top_p": 0.95, "seed": 1} if sampled else {"temperature": 0.0}
+    )
     params = [
         SamplingParams(max_tokens=request.max_tokens, ignore_eos=True, **choice)
         for request in requests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from absl import flags, logging
@@ -54,7 +55,7 @@ def sampling_params() -> SamplingParams:
     """The parameters that the flags ask for."""
     names = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "ignore_eos")
     names += ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logprobs")
-    chosen = {name: flags.FLAGS[name].value for name in names}
+    chosen: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
     return SamplingParams(stop=tuple(flags.FLAGS.stop), **chosen)
 
 
@@ -69,7 +70,7 @@ def load_model(*, progress: bool = True) -> Model:
 def make_engine(model: Model) -> Engine:
     """The engine that the flags describe."""
     names = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_num_batched_tokens")
-    chosen = {name: flags.FLAGS[name].value for name in names}
+    chosen: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
     return Engine(model, config=EngineConfig(kv_dtype=DTYPE.value, **chosen))
 
 

@@ -1,4 +1,4 @@
-"""Console entry points. Each program runs as ``__main__``, so that absl's --help shows its flags."""
+"""Console entry points; programs run as ``__main__``, so that absl's --help shows their flags."""
 
 from __future__ import annotations
 

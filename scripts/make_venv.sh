@@ -28,4 +28,8 @@ target="$root"
 progress=(--progress-bar on)
 [ -t 1 ] || progress=(--quiet)
 "$folder/bin/python" -m pip install --disable-pip-version-check "${progress[@]}" -c "$root/$constraints" -e "$target"
+# pyright cannot follow setuptools' import hook from paged_jax_scripts to scripts/.
+for packages in "$folder"/lib/python3.*/site-packages; do
+  ln -sfn "$root/scripts" "$packages/paged_jax_scripts"
+done
 echo "$wanted" > "$stamp"
