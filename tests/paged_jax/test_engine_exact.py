@@ -35,8 +35,8 @@ def geometry_config(row_len: int, block_size: int) -> dict[str, int]:
         "num_blocks": 1 + 2 * -(-MAX_MODEL_LEN // block_size),
         "max_model_len": MAX_MODEL_LEN,
         "prefill_row_len": row_len,
-        # One token a row at 64 tokens a step would be many programs.
-        "max_num_batched_tokens": 16 if row_len == 1 else 64,
+        # 64 rows of one token would be many programs.
+        "max_num_batched_tokens": 8 if row_len == 1 else 64,
     }
 
 

@@ -8,6 +8,7 @@ import pytest
 from suites import engine_runs, hash_model
 from suites.engine_runs import (
     check_greedy,
+    check_logprobs,
     check_outputs,
     drive,
     expected_tokens,
@@ -15,21 +16,16 @@ from suites.engine_runs import (
     greedy,
     random_prompts,
     run_all,
+    sampled,
 )
 from suites.small_models import LettersTokenizer, letters, rigged_model, scripted_model
 
-from paged_jax import Engine, Model, PositionLogprobs, RequestOutput, SamplingParams
+from paged_jax import Engine, Model, RequestOutput, SamplingParams
 
 
 def make_engine(model: Model | None = None, **config: Any) -> Engine:
     """One row of prompt a step: fewer programs to compile."""
     return engine_runs.make_engine(model, **{"max_num_batched_tokens": 8, **config})
-
-
-def sampled(max_tokens: int = 14, **fields: Any) -> SamplingParams:
-    """Parameters that use every feature, so that all batches here run the same few programs."""
-    common = {"presence_penalty": 0.2, "logit_bias": {1: 0.5}, "logprobs": 3}
-    return SamplingParams(max_tokens=max_tokens, **{**common, **fields})
 
 
 PENALISED = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": -0.4}
@@ -167,7 +163,7 @@ def test_ends(min_tokens, ignore_eos):
         ("fabcdefz", "abcdefabcdef", 6, None),
     ],
 )
-def test_stop_strings_across_tokens(stop, text, num_tokens, reason):
+def test_b75_stop_strings_across_tokens(stop, text, num_tokens, reason):
     tokenizer = LettersTokenizer(["ab", "cd", "ef", "-"])
     engine = make_engine(
         scripted_model([0, 1, 2], vocab_size=4, tokenizer=tokenizer), max_num_seqs=1
@@ -203,40 +199,6 @@ def test_a_stop_string_drops_the_token_in_flight():
 
 
 # --- log-probabilities
-
-
-def log_softmax(tokens: list[int]) -> np.ndarray:
-    logits = hash_model.expected_logits(tokens).astype(np.float64)
-    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-
-
-def check_entry(entry: PositionLogprobs, logprobs: np.ndarray, token: int, num_top: int) -> None:
-    assert entry.token_id == token
-    assert abs(entry.logprob - logprobs[token]) < 1e-5
-    assert entry.rank == 1 + (logprobs > logprobs[token]).sum()
-    order = np.lexsort((np.arange(len(logprobs)), -logprobs))[:num_top]
-    assert [token for token, _ in entry.top] == order.tolist()
-    np.testing.assert_allclose([value for _, value in entry.top], logprobs[order], atol=1e-5)
-
-
-def check_logprobs(output: RequestOutput, params: SamplingParams) -> None:
-    prompt, tokens = list(output.prompt_token_ids), list(output.token_ids)
-    expected = log_softmax(prompt + tokens)
-    if params.logprobs is None:
-        assert output.logprobs is None
-    else:
-        assert len(output.logprobs or ()) == len(tokens)
-        for index, entry in enumerate(output.logprobs or ()):
-            check_entry(entry, expected[len(prompt) + index - 1], tokens[index], params.logprobs)
-    if params.prompt_logprobs is None:
-        assert output.prompt_logprobs is None
-    else:
-        first, *entries = output.prompt_logprobs or ()
-        assert first is None
-        assert len(entries) == len(prompt) - 1
-        for index, entry in enumerate(entries):
-            assert entry is not None
-            check_entry(entry, expected[index], prompt[index + 1], params.prompt_logprobs)
 
 
 @pytest.mark.parametrize("chunk_len", [3, None])

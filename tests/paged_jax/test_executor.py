@@ -65,7 +65,7 @@ def test_plain_requests_compile_at_most_the_stated_number_of_programs():
         # Weights and engine are there: a bare engine has already compiled pool and row state.
         run_all(engine, prompts, greedy(12))
         run_all(engine, prompts[:1], greedy(12))
-    assert 0 < counted.count <= engine.executor.max_plain_programs == 2 + 2 + 3
+    assert 0 < counted.count <= engine.executor.max_plain_programs < 12
     with count_compilations() as counted:
         for order in (1, -1):
             run_all(engine, prompts[::order], greedy(12))

@@ -47,7 +47,7 @@ def pool_shapes(model: Model, nbytes: int, *, block_size: int = 16) -> KVPool:
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 @pytest.mark.parametrize("name", ["hash", "llama"])
-def test_a_step_on_a_gigabyte_of_pool_updates_it_in_place(name, kind):
+def test_b86_a_step_on_a_gigabyte_of_pool_updates_it_in_place(name, kind):
     model = hash_model.make_model() if name == "hash" else llama_shapes(num_layers=4)
     pool = pool_shapes(model, GIGABYTE)
     assert 0.99 * GIGABYTE < pool.nbytes <= GIGABYTE
@@ -78,7 +78,7 @@ def test_block_copies_on_a_gigabyte_of_pool_are_in_place():
     assert memory.temp_size_in_bytes < 0.05 * pool.nbytes
 
 
-def test_the_pool_stays_where_it_is_over_many_steps():
+def test_b86_the_pool_stays_where_it_is_over_many_steps():
     engine = make_engine()
     before = engine.executor.pool.blocks
     pointer = before.unsafe_buffer_pointer()

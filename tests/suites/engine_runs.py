@@ -13,7 +13,7 @@ from suites import hash_model
 from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine
 from paged_jax.model import Model
-from paged_jax.outputs import RequestOutput
+from paged_jax.outputs import PositionLogprobs, RequestOutput
 from paged_jax.pool import KVPool
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.step import make_step
@@ -141,6 +141,12 @@ def greedy(max_tokens: int | None = 8, **params: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **params)
 
 
+def sampled(max_tokens: int = 14, **fields: Any) -> SamplingParams:
+    """Parameters that use every feature, so that all batches run the same few programs."""
+    common = {"presence_penalty": 0.2, "logit_bias": {1: 0.5}, "logprobs": 3}
+    return SamplingParams(max_tokens=max_tokens, **{**common, **fields})
+
+
 def adjusted_logits(
     logits: np.ndarray,
     prompt: Sequence[int],
@@ -194,3 +200,40 @@ def random_prompts(seed: int, lens: Sequence[int]) -> list[list[int]]:
     """Prompts of the given lengths."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, hash_model.VOCAB_SIZE, length).tolist() for length in lens]
+
+
+def log_softmax(tokens: Sequence[int]) -> np.ndarray:
+    """The hash model's log-probabilities after each token, in float64."""
+    logits = hash_model.expected_logits(tokens).astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def check_entry(entry: PositionLogprobs, logprobs: np.ndarray, token: int, num_top: int) -> None:
+    """One position's entry is that of raw log-softmax; ties rank by token id."""
+    assert entry.token_id == token
+    assert abs(entry.logprob - logprobs[token]) < 1e-5
+    assert entry.rank == 1 + (logprobs > logprobs[token]).sum()
+    order = np.lexsort((np.arange(len(logprobs)), -logprobs))[:num_top]
+    assert [token for token, _ in entry.top] == order.tolist()
+    np.testing.assert_allclose([value for _, value in entry.top], logprobs[order], atol=1e-5)
+
+
+def check_logprobs(output: RequestOutput, params: SamplingParams) -> None:
+    """All of an output's log-probabilities are those of the hash model's logits."""
+    prompt, tokens = list(output.prompt_token_ids), list(output.token_ids)
+    expected = log_softmax(prompt + tokens)
+    if params.logprobs is None:
+        assert output.logprobs is None
+    else:
+        assert len(output.logprobs or ()) == len(tokens)
+        for index, entry in enumerate(output.logprobs or ()):
+            check_entry(entry, expected[len(prompt) + index - 1], tokens[index], params.logprobs)
+    if params.prompt_logprobs is None:
+        assert output.prompt_logprobs is None
+    else:
+        first, *entries = output.prompt_logprobs or ()
+        assert first is None
+        assert len(entries) == len(prompt) - 1
+        for index, entry in enumerate(entries):
+            assert entry is not None
+            check_entry(entry, expected[index], prompt[index + 1], params.prompt_logprobs)
