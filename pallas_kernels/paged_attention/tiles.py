@@ -3,8 +3,9 @@
 import dataclasses
 
 TILE_BYTES = 4 * 2**20
+MAX_TILE_BYTES = 8 * 2**20
 MAX_ROWS = 8
-MAX_TOKENS = 256
+MIN_TOKENS, MAX_TOKENS = 128, 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,11 +26,12 @@ def pick_tiles(
     num_scores: int,
     itemsize: int,
 ) -> Tiles:
-    """Tiles whose keys, values and float32 scores together take about `TILE_BYTES`.
+    """Rows and blocks of a tile, by a rule that was best on CPU over the shapes of the bench.
 
-    That is what stays near the cores between the gather that fills a tile and the products that
-    read it. Within it, up to `MAX_ROWS` rows share a turn (all of them wait for their longest),
-    and up to `MAX_TOKENS` positions of each (a row's last turn is padded to that many).
+    Up to `MAX_ROWS` rows share a tile (all of them wait for their longest). Of each it holds as
+    many positions as keep keys, values and float32 scores near `TILE_BYTES`: between
+    `MIN_TOKENS` and `MAX_TOKENS`, and no more than a quarter of the table, as the last tile of a
+    row is padded. Where that exceeds `MAX_TILE_BYTES`, first rows are given up, then positions.
 
     Args:
         num_rows: rows of the call (B).
@@ -45,16 +47,16 @@ def pick_tiles(
     Tiles(rows=8, blocks=16)
     >>> pick_tiles(num_rows=32, table_width=64, block_size=16, num_kv_heads=8, head_dim=128,
     ...            num_scores=32, itemsize=4)
-    Tiles(rows=3, blocks=8)
+    Tiles(rows=4, blocks=8)
     """
-    bytes_per_block = block_size * (2 * num_kv_heads * head_dim * itemsize + 4 * num_scores)
-    blocks_in_tile = max(1, TILE_BYTES // bytes_per_block)
-    blocks = min(table_width, max(1, MAX_TOKENS // block_size))
+    bytes_per_token = 2 * num_kv_heads * head_dim * itemsize + 4 * num_scores
     rows = min(num_rows, MAX_ROWS)
-    while rows > 1 and rows * blocks > blocks_in_tile:
-        # Halve the longer side, so that few rows get long tiles and many rows short ones.
-        if blocks * block_size > 128:
-            blocks = -(-blocks // 2)
-        else:
-            rows //= 2
-    return Tiles(rows=rows, blocks=min(blocks, blocks_in_tile))
+    tokens = min(MAX_TOKENS, table_width * block_size // 4, TILE_BYTES // (rows * bytes_per_token))
+    tokens = max(tokens, MIN_TOKENS, block_size)
+    while rows > 1 and rows * tokens * bytes_per_token > MAX_TILE_BYTES:
+        rows //= 2
+    tokens = min(tokens, MAX_TILE_BYTES // (rows * bytes_per_token))
+    blocks = max(1, tokens // block_size)
+    if blocks > 8:
+        blocks -= blocks % 8
+    return Tiles(rows=rows, blocks=min(blocks, table_width))

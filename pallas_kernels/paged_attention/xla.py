@@ -187,6 +187,7 @@ def _gather(
     pool = kv_blocks.reshape(N * 2 * K, S * D)
     heads = jnp.arange(K, dtype=jnp.int32)[:, None]
     index = jnp.clip(blocks, 0, N - 1)[:, None] * (2 * K) + heads  # [B, K, n]
+    index = index.reshape(B * K * n)  # one axis, so that it is shared out evenly among the cores
     k = pool.at[index].get(mode="promise_in_bounds")
     v = pool.at[index + K].get(mode="promise_in_bounds")
     # Without the barrier XLA fuses the reshape and copies D instead of S * D elements at a time.
@@ -212,7 +213,11 @@ def _attend(
     q = rows.q
     if q.dtype != k.dtype:
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    score = _dot("bkgtd,bkcd->bkgtc", q, k)
+    B, K, G, T, D = q.shape
+    C = k.shape[2]
+    # One batch axis and one of queries: the form of product that XLA's CPU library does best.
+    q, k, v = q.reshape(B * K, G * T, D), k.reshape(B * K, C, D), v.reshape(B * K, C, D)
+    score = _dot("bqd,bcd->bqc", q, k).reshape(B, K, G, T, C)
     score = jnp.where(
         _mask(rows, k_pos, readable, scoring), _score(score, rows, k_pos, scoring), -jnp.inf
     )
@@ -220,11 +225,11 @@ def _attend(
     shift = jnp.where(top == -jnp.inf, 0.0, top)
     weight = jnp.exp(score - shift[..., None])
     decay = jnp.exp(sums.top - shift)
-    value = _dot("bkgtc,bkcd->bkgtd", weight.astype(v.dtype), v)
+    value = _dot("bqc,bcd->bqd", weight.astype(v.dtype).reshape(B * K, G * T, C), v)
     return Sums(
         top=top,
         weight=sums.weight * decay + weight.sum(axis=-1),
-        value=sums.value * decay[..., None] + value,
+        value=sums.value * decay[..., None] + value.reshape(B, K, G, T, D),
     )
 
 

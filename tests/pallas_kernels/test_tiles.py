@@ -1,6 +1,6 @@
 import pytest
 
-from pallas_kernels.paged_attention.tiles import MAX_ROWS, MAX_TOKENS, TILE_BYTES, pick_tiles
+from pallas_kernels.paged_attention.tiles import MAX_ROWS, MAX_TILE_BYTES, MAX_TOKENS, pick_tiles
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 32])
@@ -21,4 +21,4 @@ def test_tiles_fit(num_rows, block_size, heads, dim, num_scores):
     assert 1 <= tiles.blocks <= 64
     assert tiles.blocks * block_size <= max(MAX_TOKENS, block_size)
     tile_bytes = tiles.rows * tiles.blocks * block_size * (8 * heads * dim + 4 * num_scores)
-    assert tile_bytes <= TILE_BYTES or (tiles.rows, tiles.blocks) == (1, 1)
+    assert tile_bytes <= MAX_TILE_BYTES or (tiles.rows, tiles.blocks) == (1, 1)

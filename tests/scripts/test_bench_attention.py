@@ -40,7 +40,8 @@ def test_unexpected_arguments_are_refused():
 
 
 def test_a_form_that_copies_its_cache_is_refused():
-    with pytest.raises(RuntimeError, match="dense: alias 90, temp 1; must be 100"):
+    with pytest.raises(RuntimeError, match="dense: alias 90, temp 1; must be at least 100"):
         check_in_place("dense", Form(max, None, alias_bytes=90, temp_bytes=1), 100)
     with pytest.raises(RuntimeError, match="dense: alias 100, temp 5"):
         check_in_place("dense", Form(max, None, alias_bytes=100, temp_bytes=5), 100)
+    check_in_place("paged", Form(max, None, alias_bytes=100, temp_bytes=5), 100, temp_bytes=6)
