@@ -63,15 +63,18 @@ def test_generate_takes_one_prompt_arrays_or_none_at_all(engine):
 def test_text_prompts_need_a_tokenizer_and_yield_text(engine):
     with pytest.raises(ValueError, match="prompt is text, but the model has no tokenizer"):
         engine.generate("abc")
-    rigged = make_engine(scripted_model([2, 0, 1], vocab_size=4, tokenizer=letters(4)))
+    model = scripted_model([2, 0, 1], vocab_size=4, tokenizer=letters(4))
+    rigged = make_engine(model, max_num_seqs=1, max_num_batched_tokens=8)
     outputs = rigged.generate(["a", "ab"], greedy(4))
     assert [output.text for output in outputs] == ["cabc", "abca"]
     assert rigged.generate("a", greedy(2))[0].text == "ca"
 
 
 def test_default_parameters_are_those_of_sampling_params(engine):
-    outputs = engine.generate([[1, 2, 3], [4]])
-    assert [len(output.token_ids) for output in outputs] == [SamplingParams().max_tokens] * 2
+    for request_id in engine.add_requests([[1, 2, 3], [4]]):
+        assert engine._by_id[request_id].params == SamplingParams()
+        engine.cancel(request_id)
+    assert len(drive(engine)) == 2
 
 
 # --- step, cancel, ids

@@ -100,7 +100,7 @@ def test_seeds_matter_and_unseeded_requests_differ_but_repeat_with_the_engine(en
 
 def test_sampled_tokens_follow_the_distribution():
     logits = np.log(np.array([0.5, 0.25, 0.15, 0.1]))
-    engine = make_engine(rigged_model(logits))
+    engine = make_engine(rigged_model(logits), max_num_seqs=1)
     params = [SamplingParams(seed=seed, max_tokens=50) for seed in range(40)]
     tokens = np.concatenate(tokens_of(run_all(engine, [[0]] * 40, params)))
     shares = np.bincount(tokens, minlength=4) / tokens.size
@@ -125,6 +125,7 @@ def test_greedy_tokens_obey_the_formulas_of_bias_and_penalties_after_preemption_
     assert engine.stats.num_preemptions > 0
 
 
+@pytest.mark.long
 def test_hundreds_of_biases():
     params = greedy(5, logit_bias=dict.fromkeys(range(1, 251), -100.0))
     (output,) = run_all(make_engine(max_num_seqs=1), PROMPTS[:1], params)
@@ -135,7 +136,7 @@ def test_hundreds_of_biases():
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_ends(min_tokens, ignore_eos):
     eos = (2, 7)
-    engine = make_engine(hash_model.make_model(eos_token_ids=eos))
+    engine = make_engine(hash_model.make_model(eos_token_ids=eos), max_num_seqs=1)
     params = SamplingParams(
         temperature=0,
         max_tokens=30,
@@ -207,8 +208,8 @@ def test_logprobs_are_raw_log_softmax_whatever_is_sampled(chunk_len):
     params = [
         sampled(30, seed=1, logprobs=3, temperature=0.1),
         sampled(30, seed=2, logprobs=1, prompt_logprobs=2, top_k=1),
-        sampled(30, seed=3, logprobs=5, prompt_logprobs=3, temperature=0, **PENALISED),
-        sampled(30, seed=4, logprobs=None, temperature=9.0),
+        sampled(30, seed=3, logprobs=5, prompt_logprobs=3, temperature=0.5, **PENALISED),
+        sampled(30, seed=4, temperature=9.0),
         sampled(0, prompt_logprobs=5),
         sampled(30, seed=6, logprobs=2, logit_bias={8: 9.0}, prompt_logprobs=5),
     ]

@@ -56,22 +56,6 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
-def test_plain_requests_compile_at_most_the_stated_number_of_programs():
-    # A geometry of its own: nothing is compiled yet.
-    config = {"max_num_batched_tokens": 24, "block_size": 2, "num_blocks": 33}
-    prompts = random_prompts(3, [1, 2, 3, 9, 30, 17, 8, 40, 5, 6, 7])
-    with count_compilations() as counted:
-        engine = make_engine(**config)
-        # Weights and engine are there: a bare engine has already compiled pool and row state.
-        run_all(engine, prompts, greedy(12))
-        run_all(engine, prompts[:1], greedy(12))
-    assert 0 < counted.count <= engine.executor.max_plain_programs < 12
-    with count_compilations() as counted:
-        for order in (1, -1):
-            run_all(engine, prompts[::order], greedy(12))
-    assert counted.count == 0
-
-
 def test_copies_go_to_the_device_in_fixed_launches(engine):
     pool = engine.executor.pool
     before = np.array(pool.blocks)

@@ -135,7 +135,9 @@ def test_b18_table_entries_past_the_length_are_never_followed(poison):
 # --- garbage in masked or unwritten slots
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.long)]
+)
 def test_b19_garbage_in_the_pool_at_every_length_to_two_pages(dtype):
     """The hash model's values are integers below 256: exact in all three dtypes."""
     engine = make_engine(kv_dtype=dtype, **ONE_AT_A_TIME)
@@ -166,7 +168,7 @@ def test_b22_a_batch_equals_batches_of_one_and_the_dense_baseline(engine):
 
 
 @pytest.mark.parametrize(
-    "block_size", [2, 3, 256, *(pytest.param(n, marks=pytest.mark.long) for n in (32, 128))]
+    "block_size", [3, 64, 256, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 32, 128))]
 )
 def test_b43_any_page_size(block_size):
     """1, 4, 8, 16 and 64 run in test_engine_exact.py, all of them in the op's tests."""
