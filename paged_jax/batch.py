@@ -252,18 +252,18 @@ def biases_of(sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.array([value for _, value in pairs], np.float32)
 
 
-def row_buckets(max_rows: int, *, growth: int) -> tuple[int, ...]:
-    """Row counts that batches are padded to: 1, 4, then times ``growth``, up to ``max_rows``.
+def row_buckets(max_rows: int, *, second: int) -> tuple[int, ...]:
+    """Row counts that batches are padded to: 1, ``second``, then doubling, up to ``max_rows``.
 
-    >>> row_buckets(32, growth=2)
-    (1, 4, 8, 16, 32)
-    >>> row_buckets(16, growth=4)
-    (1, 4, 16)
+    >>> row_buckets(32, second=8)
+    (1, 8, 16, 32)
+    >>> row_buckets(16, second=2)
+    (1, 2, 4, 8, 16)
     """
-    buckets, size = [1], 4
+    buckets, size = [1], second
     while size < max_rows:
         buckets.append(size)
-        size *= growth
+        size *= 2
     if max_rows > 1:
         buckets.append(max_rows)
     return tuple(buckets)

@@ -120,8 +120,10 @@ class JaxExecutor:
         self._max_model_len = max_model_len
         self._table_width = -(-max_model_len // config.block_size)
         max_rows = -(-config.max_num_batched_tokens // config.prefill_row_len)
-        self._decode_buckets = row_buckets(config.max_num_seqs, growth=2)
-        self._prefill_buckets = row_buckets(max_rows, growth=4)
+        # A decode row costs little beside the weights that every step reads; a prefill row costs
+        # its positions. So the first are padded generously, the second closely.
+        self._decode_buckets = row_buckets(config.max_num_seqs, second=8)
+        self._prefill_buckets = row_buckets(max_rows, second=2)
         self._packer = BatchPacker(
             num_slots=config.max_num_seqs,
             table_width=self._table_width,

@@ -140,32 +140,35 @@ class _StaticBatch:
             )
         self.nbytes: int = self._storage.nbytes
         self._batch_size = batch_size
+        self._compiled: dict[int, Any] = {}
         step = functools.partial(_static_step, model.apply)
         self._step = jax.jit(step, donate_argnames=("storage",))
 
     def compile(self, prompt_len: int) -> None:
-        """Compile both shapes outside the timed part; padding rows leave the cache as it was."""
+        """Compile the shapes of the prompts' and of the decode steps, outside the timed part."""
         zeros = np.zeros(self._batch_size, np.int32)
-        for num_new in (prompt_len, 1):
+        for num_new in {prompt_len, 1}:
             tokens = np.zeros((self._batch_size, num_new), np.int32)
-            # The device feeds its own tokens: an entry of the jit cache for each kind of input.
-            for given in (tokens, jnp.asarray(tokens)):
-                _, sampled, _ = self.step(given, zeros, zeros)
-                sampled.block_until_ready()
+            lowered = self._step.lower(self._params, **self._arguments(tokens, zeros, zeros))
+            self._compiled[num_new] = lowered.compile()
 
     def step(
         self, tokens: Any, starts: np.ndarray, q_lens: np.ndarray
     ) -> tuple[Array, Int[Array, "B"], Array]:
         """Compute one step; return last-position logits, their argmax and its lead."""
-        self._storage, logits, sampled, margin = self._step(
-            self._params,
-            storage=self._storage,
-            tables=self._tables,
-            tokens=tokens,
-            starts=starts,
-            q_lens=q_lens,
-        )
+        compiled = self._compiled[tokens.shape[1]]
+        arguments = self._arguments(tokens, starts, q_lens)
+        self._storage, logits, sampled, margin = compiled(self._params, **arguments)
         return logits, sampled, margin
+
+    def _arguments(self, tokens: Any, starts: np.ndarray, q_lens: np.ndarray) -> dict[str, Any]:
+        return {
+            "storage": self._storage,
+            "tables": self._tables,
+            "tokens": tokens,
+            "starts": starts,
+            "q_lens": q_lens,
+        }
 
 
 def _static_step(

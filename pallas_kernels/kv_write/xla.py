@@ -25,6 +25,9 @@ def kv_write_xla(
 def _write_loop(kv_blocks: Array, kv: Array, slots: Array) -> Array:
     """One update a token: on CPU up to 1.4 times faster than the scatter."""
     _, _, K, S, D = kv_blocks.shape
+    if slots.shape[0] == 1:
+        # XLA unrolls a loop of one turn, and then copies the pool. The null block takes the second.
+        kv, slots = jnp.pad(kv, ((0, 1), (0, 0), (0, 0), (0, 0))), jnp.pad(slots, (0, 1))
 
     def write_token(i, kv_blocks):
         update = kv[i].reshape(1, 2, K, 1, D)

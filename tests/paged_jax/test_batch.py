@@ -133,21 +133,20 @@ def test_ends_are_banned_before_min_tokens(num_output, num_pending, banned):
 
 
 def test_row_buckets_cover_every_number_of_rows():
-    assert row_buckets(1, growth=2) == (1,)
-    assert row_buckets(2, growth=4) == (1, 2)
-    assert row_buckets(5, growth=2) == (1, 4, 5)
+    assert row_buckets(1, second=2) == (1,)
+    assert row_buckets(2, second=8) == (1, 2)
+    assert row_buckets(5, second=2) == (1, 2, 4, 5)
     for most in range(1, 70):
-        for growth in (2, 4):
-            buckets = row_buckets(most, growth=growth)
+        for second in (2, 8):
+            buckets = row_buckets(most, second=second)
             assert buckets[-1] == most
             assert list(buckets) == sorted(set(buckets))
-            assert len(buckets) <= 2 + np.log2(most)
-            for rows in range(1, most + 1):
-                assert rows <= padded_rows(rows, buckets) <= max(most, 4 * rows)
+            for count in range(1, most + 1):
+                assert padded_rows(count, buckets) >= count
 
 
 def test_a_state_slot_that_is_used_again_gets_the_new_parameters():
-    engine = make_engine(max_num_seqs=1)
+    engine = make_engine(max_num_seqs=1, max_num_batched_tokens=8)
     prompts = random_prompts(0, [5, 5])
     hot = SamplingParams(temperature=50.0, seed=1, max_tokens=12)
     cold = SamplingParams(temperature=0.0, max_tokens=12)

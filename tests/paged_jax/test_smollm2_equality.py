@@ -19,15 +19,38 @@ MAX_DIFFERENT = 2
 MAX_COMPILATIONS = 12
 
 
+def cut(requests, max_tokens):
+    """The same requests with shorter outputs."""
+    return [
+        workload.Request(request.prompt_token_ids, min(request.max_tokens, max_tokens))
+        for request in requests
+    ]
+
+
+def run_dense(model, requests):
+    prompts = [request.prompt_token_ids for request in requests]
+    return run_static_batch(model, prompts, [request.max_tokens for request in requests])
+
+
 @pytest.fixture(scope="module")
-def requests():
+def all_requests():
     return workload.load()
 
 
 @pytest.fixture(scope="module")
+def dense_of_all(smollm2, all_requests):
+    return run_dense(smollm2, all_requests)
+
+
+@pytest.fixture(scope="module")
+def requests(all_requests):
+    """A part that `make test` has time for; the long tests take all of them."""
+    return cut([request for request in all_requests if len(request.prompt_token_ids) < 170][:8], 20)
+
+
+@pytest.fixture(scope="module")
 def dense(smollm2, requests):
-    prompts = [request.prompt_token_ids for request in requests]
-    return run_static_batch(smollm2, prompts, [request.max_tokens for request in requests])
+    return run_dense(smollm2, requests)
 
 
 def make_engine(model, **settings):
@@ -72,37 +95,71 @@ def assert_equal_but_for_near_ties(tokens, dense):
     assert different <= MAX_DIFFERENT
 
 
-# Every block size, chunk and pool once; the product of all is in the long test.
+# Every block size, chunk and pool once in each list.
 SAMPLED = [
-    {"block_size": 16, "prefill_chunk_len": None},
-    {"block_size": 8, "prefill_chunk_len": 16, "num_blocks": 60, "max_num_seqs": 8},
-    {"block_size": 1, "prefill_chunk_len": 64, "num_blocks": 700, "max_num_seqs": 8},
+    {"block_size": 16},
+    {"block_size": 8, "prefill_chunk_len": 16, "prefill_row_len": 16, "num_blocks": 50},
+    {"block_size": 1, "prefill_chunk_len": 64, "num_blocks": 400},
 ]
+FULL = [
+    {"block_size": 16},
+    {"block_size": 16, "prefill_chunk_len": 16, "prefill_row_len": 16},
+    {"block_size": 16, "prefill_chunk_len": 64, "num_blocks": 100},
+    {"block_size": 1, "prefill_chunk_len": 64},
+    {"block_size": 1, "num_blocks": 1600},
+    {"block_size": 8, "prefill_chunk_len": 16, "prefill_row_len": 16, "num_blocks": 200},
+    {"block_size": 8},
+    {"block_size": 64, "prefill_chunk_len": 64, "num_blocks": 30},
+    {"block_size": 64, "prefill_chunk_len": 16, "prefill_row_len": 16},
+]
+
+
+def check(model, requests, dense, settings, order):
+    engine = make_engine(model, **settings)
+    assert_equal_but_for_near_ties(run(engine, requests, order), dense)
+    if "num_blocks" in settings:
+        assert engine.stats.num_preemptions > 0
+    print(f"{settings}: {engine.stats.num_preemptions} preemptions")
 
 
 @pytest.mark.parametrize("settings", SAMPLED, ids=str)
 def test_together(smollm2, requests, dense, settings):
-    engine = make_engine(smollm2, **settings)
-    tokens = run(engine, requests, range(len(requests)))
-    assert_equal_but_for_near_ties(tokens, dense)
-    if "num_blocks" in settings:
-        assert engine.stats.num_preemptions > 0
+    check(smollm2, requests, dense, settings, range(len(requests)))
 
 
 def test_alone_and_reversed(smollm2, requests, dense):
     engine = make_engine(smollm2, block_size=64)
     tokens = {}
-    for number in (0, 7, 23):
+    for number in (5, 2):
         tokens |= run(engine, requests, [number])
     assert_equal_but_for_near_ties(tokens, dense)
 
 
-def test_compilations_are_few_and_never_repeated(smollm2, requests):
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=min(request.max_tokens, 40), ignore_eos=True)
-        for request in requests
-    ]
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_logits_at_the_same_shapes(smollm2, requests, block_size):
+    compare_logits(smollm2, cut(requests, 8), block_size)
+
+
+def compare_logits(model, requests, block_size):
     prompts = [request.prompt_token_ids for request in requests]
+    counts = [request.max_tokens for request in requests]
+    dense = run_static_batch(model, prompts, counts, keep_logits=True)
+    paged = run_static_batch(
+        model, prompts, counts, cache="paged", block_size=block_size, forced=dense.token_ids,
+        keep_logits=True,
+    )  # fmt: skip
+    difference = max(np.abs(a - b).max() for a, b in zip(dense.logits, paged.logits, strict=True))
+    print(f"largest logit difference {difference:.2e}")
+    assert difference < 1e-4
+
+
+@pytest.mark.long
+def test_compilations_of_the_32_requests(smollm2, all_requests):
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True)
+        for request in all_requests
+    ]
+    prompts = [request.prompt_token_ids for request in all_requests]
     with count_compilations() as first:
         engine = Engine(smollm2)
         engine.generate(prompts, params)
@@ -113,54 +170,24 @@ def test_compilations_are_few_and_never_repeated(smollm2, requests):
     assert second.count == 0
 
 
-@pytest.mark.parametrize("block_size", [1, 16])
-def test_logits_at_the_same_shapes(smollm2, requests, block_size):
-    prompts = [request.prompt_token_ids[:40] for request in requests[:8]]
-    counts = [12] * len(prompts)
-    dense = run_static_batch(smollm2, prompts, counts, keep_logits=True)
-    paged = run_static_batch(
-        smollm2, prompts, counts, cache="paged", block_size=block_size, forced=dense.token_ids,
-        keep_logits=True,
-    )  # fmt: skip
-    difference = max(np.abs(a - b).max() for a, b in zip(dense.logits, paged.logits, strict=True))
-    print(f"largest logit difference {difference:.2e}")
-    assert difference < 1e-4
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("settings", FULL, ids=str)
+def test_all_together_in_any_order(smollm2, all_requests, dense_of_all, settings):
+    order = np.random.default_rng(len(str(settings))).permutation(len(all_requests)).tolist()
+    check(smollm2, all_requests, dense_of_all, settings, order)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_tiny", [False, True], ids=["roomy", "tiny"])
-@pytest.mark.parametrize("prefill_chunk_len", [16, 64, None])
-@pytest.mark.parametrize("block_size", [1, 8, 16, 64])
-def test_every_combination(smollm2, requests, dense, block_size, prefill_chunk_len, is_tiny):
-    settings = {"block_size": block_size, "prefill_chunk_len": prefill_chunk_len}
-    if is_tiny:
-        settings |= {"num_blocks": 2 + 640 // block_size, "max_num_seqs": 8}
-    engine = make_engine(smollm2, **settings)
-    seed = block_size + (prefill_chunk_len or 0)
-    order = np.random.default_rng(seed).permutation(len(requests)).tolist()
-    assert_equal_but_for_near_ties(run(engine, requests, order), dense)
-    if is_tiny:
-        assert engine.stats.num_preemptions > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("block_size", [16])
-def test_each_alone(smollm2, requests, dense, block_size):
-    engine = make_engine(smollm2, block_size=block_size)
+@pytest.mark.timeout(3600)
+def test_each_alone(smollm2, all_requests, dense_of_all):
+    engine = make_engine(smollm2)
     tokens = {}
-    for number in range(len(requests)):
-        tokens |= run(engine, requests, [number])
-    assert_equal_but_for_near_ties(tokens, dense)
+    for number in range(len(all_requests)):
+        tokens |= run(engine, all_requests, [number])
+    assert_equal_but_for_near_ties(tokens, dense_of_all)
 
 
 @pytest.mark.long
-def test_logits_of_all_32_requests(smollm2, requests):
-    prompts = [request.prompt_token_ids for request in requests]
-    counts = [min(request.max_tokens, 40) for request in requests]
-    dense = run_static_batch(smollm2, prompts, counts, keep_logits=True)
-    paged = run_static_batch(
-        smollm2, prompts, counts, cache="paged", forced=dense.token_ids, keep_logits=True
-    )
-    difference = max(np.abs(a - b).max() for a, b in zip(dense.logits, paged.logits, strict=True))
-    print(f"largest logit difference {difference:.2e}")
-    assert difference < 1e-4
+def test_logits_of_all_32_requests(smollm2, all_requests):
+    compare_logits(smollm2, cut(all_requests, 24), 16)

@@ -1,0 +1,48 @@
+"""The compiled steps of a scanned model update a 1 GB pool in place, at every batch shape."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from models.llama import LlamaConfig, as_model, param_shapes
+from paged_jax.batch import BatchLayout
+from paged_jax.pool import KVPool
+from paged_jax.row_state import create
+from paged_jax.sampling.inputs import SamplerFlags
+from paged_jax.step import make_step
+
+CONFIG = LlamaConfig.tiny(num_layers=3)
+NUM_ROWS, TABLE_WIDTH = 8, 16
+
+
+def memory_of_step(num_rows, num_new, dtype):
+    spec = CONFIG.spec
+    block = 2 * spec.num_layers * spec.num_kv_heads * 16 * spec.head_dim * jnp.dtype(dtype).itemsize
+    shape = (spec.num_layers, 2**30 // block, 2, spec.num_kv_heads, 16, spec.head_dim)
+    pool = KVPool(jax.ShapeDtypeStruct(shape, dtype))
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+        param_shapes(CONFIG),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    layout = BatchLayout(
+        num_rows=num_rows,
+        num_new=num_new,
+        table_width=TABLE_WIDTH,
+        is_decode=num_new == 1,
+        flags=SamplerFlags(),
+    )
+    packed = jax.ShapeDtypeStruct((num_rows, layout.num_columns), jnp.int32)
+    state = jax.eval_shape(lambda: create(NUM_ROWS))
+    step = make_step(as_model(CONFIG, params, dtype=dtype).apply, backend=None, donate=True)
+    compiled = step.lower(params, pool, state, packed, layout=layout).compile()
+    return pool.nbytes, compiled.memory_analysis()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("num_rows", "num_new"), [(1, 1), (2, 1), (8, 1), (1, 16), (4, 16)])
+def test_alias_is_the_pool_and_temp_is_small(num_rows, num_new, dtype):
+    pool_bytes, memory = memory_of_step(num_rows, num_new, dtype)
+    assert pool_bytes > 0.99 * 2**30
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < 0.05 * pool_bytes
