@@ -31,14 +31,14 @@ types: dev ## pyright
 	$(PY) -m pyright --pythonpath $(PY)
 
 unit: dev ## the sampled tests
-	$(PY) -m pytest -n $(JOBS) -m "not long" $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not long" $(PYTEST_ARGS)
 
 test-all: lint types test-sampled test-long ## everything, in named parts
 
 test-sampled: unit ## part of test-all: what `make test` runs
 
 test-long: dev ## part of test-all: every combination, the weights' long runs
-	$(PY) -m pytest -n $(JOBS) -m long $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m long $(PYTEST_ARGS)
 
 test-min: ## the sampled tests on the oldest JAX that is supported
 	$(MAKE) unit VENV=.venv-min CONSTRAINTS=constraints-min.txt

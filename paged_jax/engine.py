@@ -240,8 +240,13 @@ class Engine:
         cancels what is left of the named ones.
         """
         known = self._by_id.keys() | {output.request_id for output in self._ready}
-        named = [request_id for request_id in request_ids if request_id in known]
-        return OutputStream(named, step=self._step_for, discard=self._discard)
+        named = {name: self._by_id.get(name) for name in request_ids if name in known}
+
+        def discard(request_ids: set[str]) -> None:
+            # An id may belong to another request by now: that one is not the stream's.
+            self._discard({name for name in request_ids if self._by_id.get(name) is named[name]})
+
+        return OutputStream(named, step=self._step_for, discard=discard)
 
     def _step_for(self, request_ids: set[str]) -> list[RequestOutput]:
         """Step until these requests have outputs, or none of them lives; keep the others'."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 
 import jax
 import numpy as np
 
-from paged_jax.batch import BatchLayout, BatchPacker, banned_ids, padded_rows, row_buckets
+from paged_jax.batch import BatchLayout, BatchPacker, padded_rows, row_buckets
 from paged_jax.config import EngineConfig
 from paged_jax.model import Model
 from paged_jax.outputs import PositionLogprobs
@@ -148,8 +148,13 @@ class JaxExecutor:
 
     @property
     def max_plain_programs(self) -> int:
-        """Most programs that requests without special sampling compile: one a batch shape, the
-        pool, the row state and the block copy."""
+        """Most programs that greedy requests compile, for any lengths and any number of them.
+
+        One a batch shape, the pool, the row state and the block copy. Each further combination of
+        sampling features that is in use at once (``SamplerFlags``: chance, penalties, three bias
+        widths, four log-probability widths) adds at most one a batch shape; penalties add two more
+        and prompt log-probabilities one a width.
+        """
         return len(self._decode_buckets) + len(self._prefill_buckets) + 3
 
     def execute(self, plan: Plan) -> StepHandle:
@@ -157,21 +162,28 @@ class JaxExecutor:
         self._run_copies(plan.copies)
         handle = StepHandle(plan.sampling_rows, [], self._config.check_logits)
         self._load_penalties(plan)
+        rows = plan.prefill_rows + plan.decode_rows
+        flags = _flags_of({row.sequence for row in rows})
         plain = [row for row in plan.prefill_rows if _prompt_logprobs_of(row) is None]
         scored = [row for row in plan.prefill_rows if _prompt_logprobs_of(row) is not None]
         for start in range(0, len(plain), self._prefill_buckets[-1]):
-            self._dispatch(plain[start : start + self._prefill_buckets[-1]], handle)
+            self._dispatch(plain[start : start + self._prefill_buckets[-1]], handle, flags)
         for start in range(0, len(scored), PROMPT_LOGPROB_ROWS):
-            self._dispatch(scored[start : start + PROMPT_LOGPROB_ROWS], handle)
+            self._dispatch(scored[start : start + PROMPT_LOGPROB_ROWS], handle, flags)
         if plan.decode_rows:
-            self._dispatch(plan.decode_rows, handle, is_decode=True)
+            self._dispatch(plan.decode_rows, handle, flags, is_decode=True)
         return handle
 
     def _dispatch(
-        self, rows: SequenceOf[PlanRow], handle: StepHandle, *, is_decode: bool = False
+        self,
+        rows: SequenceOf[PlanRow],
+        handle: StepHandle,
+        flags: SamplerFlags,
+        *,
+        is_decode: bool = False,
     ) -> None:
         start = time.perf_counter()
-        layout = self._layout(rows, is_decode)
+        layout = self._layout(rows, flags, is_decode)
         packed = self._packer.pack(rows, layout)
         handle.pack_seconds += time.perf_counter() - start
         self.pool, self.state, outputs = self._step(
@@ -181,7 +193,9 @@ class JaxExecutor:
         handle.num_positions += layout.num_rows * layout.num_new
         handle.num_real_positions += sum(row.num_new for row in rows)
 
-    def _layout(self, rows: SequenceOf[PlanRow], is_decode: bool) -> BatchLayout:
+    def _layout(
+        self, rows: SequenceOf[PlanRow], flags: SamplerFlags, is_decode: bool
+    ) -> BatchLayout:
         prompt_logprobs = None if is_decode else _prompt_logprobs_of(rows[0])
         buckets = self._decode_buckets if is_decode else self._prefill_buckets
         num_rows = padded_rows(len(rows), buckets)
@@ -195,13 +209,9 @@ class JaxExecutor:
             num_new=1 if is_decode else self._config.prefill_row_len,
             table_width=self._table_width,
             is_decode=is_decode,
-            flags=self._flags([row.sequence for row in rows if row.samples]),
+            flags=flags,
             prompt_logprobs=prompt_logprobs,
         )
-
-    def _flags(self, sequences: SequenceOf[Sequence]) -> SamplerFlags:
-        params = [sequence.request.params for sequence in sequences]
-        return sampler_flags(params, banned=[banned_ids(sequence) for sequence in sequences])
 
     def _run_copies(self, copies: SequenceOf[tuple[int, int]]) -> None:
         if not copies:
@@ -216,9 +226,8 @@ class JaxExecutor:
 
     def _load_penalties(self, plan: Plan) -> None:
         """Keep token counts exactly while some request of the plan uses penalties."""
-        rows = [row for row in plan.prefill_rows + plan.decode_rows if row.samples]
-        penalised = [row for row in rows if row.sequence.request.params.needs_penalties]
-        if not penalised:
+        rows = plan.prefill_rows + plan.decode_rows
+        if not any(row.sequence.request.params.needs_penalties for row in rows):
             self.state = without_penalties(self.state)
             return
         if self.state.output_counts is None:
@@ -233,6 +242,22 @@ class JaxExecutor:
             counts = (sequence.state_slot, len(sequence.prompt_token_ids), known)
             slot, prompt_len, total_len = (np.int32(value) for value in counts)
             self.state = self._load_counts(self.state, slot, tokens, prompt_len, total_len)
+
+
+def _flags_of(sequences: Collection[Sequence]) -> SamplerFlags:
+    """The least code that serves every sequence of a plan.
+
+    One choice a plan, whichever of its rows sample now, so that programs are few: they change only
+    when a request of a new kind comes or the last one of a kind goes.
+    """
+    params = [sequence.request.params for sequence in sequences]
+    banned = [
+        tuple(sequence.request.stop_ids | sequence.request.eos_token_ids)
+        if sequence.request.params.min_tokens
+        else ()
+        for sequence in sequences
+    ]
+    return sampler_flags(params, banned=banned)
 
 
 def _prompt_logprobs_of(row: PlanRow) -> int | None:

@@ -41,11 +41,12 @@ class StepOutputs:
     prompt: TokenLogprobs | None
 
 
+@functools.lru_cache(maxsize=16)
 def make_step(apply: ApplyFn, *, backend: str | None, donate: bool) -> Callable[..., Any]:
-    """Build the jitted step of a model.
+    """Build the jitted step of a model, or return it: engines of one model share their programs.
 
     Args:
-      apply: the model (docs/design.md, "What a model sees").
+      apply: the model (docs/design.md, "What a model sees"); hashable, as functions are.
       backend: attention backend, or None.
       donate: give pool and row state to the step, so that they are updated in place.
 
