@@ -54,12 +54,18 @@ def test_every_pair_of_settings(op, row):
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", AXES["dtype"])
 @pytest.mark.parametrize("block_size", [*AXES["block_size"], 2, 64])
-def test_every_combination_of_settings(op, dtype, block_size):
-    axes = {n: v for n, v in AXES.items() if n not in ("dtype", "block_size", "garbage")}
-    for row in attention_cases.product(**axes):
-        row = {**row, "dtype": dtype, "block_size": block_size, "garbage": math.nan}
-        attention_cases.check(op, as_case(row))
-        jax.clear_caches()
+def test_every_geometry(op, dtype, block_size):
+    """The full product of what moves indices; what changes scores takes turns."""
+    turns = ("soft_cap", "sinks", "score_fn", "garbage")
+    axes = {name: AXES[name] for name in ("heads", "max_new", "window")}
+    for i, row in enumerate(attention_cases.product(**axes)):
+        options = {
+            name: AXES[name][(i + k * (i // 3)) % len(AXES[name])] for k, name in enumerate(turns)
+        }
+        attention_cases.check(
+            op, as_case({**row, **options, "dtype": dtype, "block_size": block_size})
+        )
+    jax.clear_caches()
 
 
 def test_many_rows_in_groups_of_unequal_length(op):
