@@ -20,8 +20,6 @@ MODEL = flags.DEFINE_string(
     "model", "smollm2-135m-instruct", "a known model's name, or a .gguf file"
 )
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "weights and KV pool")
-# What JAX and the ops log is for those who ask: --verbosity=0.
-flags.FLAGS.set_default("verbosity", logging.WARNING)
 CACHE_DIR = flags.DEFINE_string("cache_dir", None, "where converted weights live")
 
 
@@ -61,6 +59,8 @@ def sampling_params() -> SamplingParams:
 
 def load_model(*, progress: bool = True) -> Model:
     """The model that the flags name, with compiled programs kept between runs."""
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # what JAX and the ops log: --verbosity=0
     enable_compilation_cache(CACHE_DIR.value)
     return models.load_model(
         MODEL.value, dtype=DTYPE.value, cache_dir=CACHE_DIR.value, progress=progress
@@ -104,13 +104,13 @@ def figures(
     return [
         ("requests", f"{len(outputs)}"),
         ("tokens", f"{sum(lengths) - generated} prompt, {generated} generated"),
-        ("tokens/s", f"{generated / seconds:.1f} generated ({seconds:.1f} s, compiling included)"),
+        ("tokens/s", f"{generated / seconds:.1f} generated ({seconds:.1f} s with compiling)"),
         ("blocks used", f"{peak} of {usable} at the peak, {engine.num_used_blocks} now"),
         ("memory of those blocks", f"{_size(peak * block)} at the peak"),
         ("of it real tokens", f"{stats.block_utilisation:.1%} (all steps)"),
         ("the whole pool", _size(usable * block)),
-        (f"dense cache, the model's {spec.max_position} positions each", dense(spec.max_position)),
-        (f"dense cache, this batch's longest ({max(lengths)}) each", dense(max(lengths))),
+        (f"dense, {spec.max_position} positions each (model's)", dense(spec.max_position)),
+        (f"dense, {max(lengths)} positions each (longest)", dense(max(lengths))),
     ]
 
 

@@ -29,9 +29,10 @@ def pick_tiles(
     """Rows and blocks of a tile, by a rule that was best on CPU over the shapes of the bench.
 
     Up to `MAX_ROWS` rows share a tile (all of them wait for their longest). Of each it holds as
-    many positions as keep keys, values and float32 scores near `TILE_BYTES`: between
-    `MIN_TOKENS` and `MAX_TOKENS`, and no more than a quarter of the table, as the last tile of a
-    row is padded. Where that exceeds `MAX_TILE_BYTES`, first rows are given up, then positions.
+    many positions as keep keys, values and float32 scores near `TILE_BYTES`, between
+    `MIN_TOKENS` and `MAX_TOKENS`: the whole table, or else no more than a quarter of it, as the
+    last tile of a row is padded. Where that exceeds `MAX_TILE_BYTES`, first rows are given up,
+    then positions.
 
     Args:
         num_rows: rows of the call (B).
@@ -51,7 +52,10 @@ def pick_tiles(
     """
     bytes_per_token = 2 * num_kv_heads * head_dim * itemsize + 4 * num_scores
     rows = min(num_rows, MAX_ROWS)
-    tokens = min(MAX_TOKENS, table_width * block_size // 4, TILE_BYTES // (rows * bytes_per_token))
+    table = table_width * block_size
+    tokens = min(MAX_TOKENS, table, TILE_BYTES // (rows * bytes_per_token))
+    if tokens < table:
+        tokens = min(tokens, table // 4)
     tokens = max(tokens, MIN_TOKENS, block_size)
     while rows > 1 and rows * tokens * bytes_per_token > MAX_TILE_BYTES:
         rows //= 2

@@ -11,7 +11,7 @@ def test_text_and_figures(run_program):
     assert result.returncode == 0, result.stderr
     assert "hello" in result.stdout
     assert "6 tokens (length)" in result.stdout
-    for row in ("requests", "tokens/s", "blocks used", "of it real tokens", "dense cache"):
+    for row in ("requests", "tokens/s", "blocks used", "of it real tokens", "dense, "):
         assert row in result.stderr
     assert "0 now" in result.stderr
 
