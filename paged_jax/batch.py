@@ -39,6 +39,7 @@ class BatchLayout:
       num_rows: padded rows (B).
       num_new: padded new tokens a row (T).
       table_width: padded blocks a row (M).
+      vocab_size: entries of the logits (V).
       is_decode: the tokens are the device's own last samples, not the host's.
       flags: which sampling features the rows use.
       prompt_logprobs: top-N kept for every prompt position, or None for none.
@@ -47,6 +48,7 @@ class BatchLayout:
     num_rows: int
     num_new: int
     table_width: int
+    vocab_size: int
     is_decode: bool
     flags: SamplerFlags
     prompt_logprobs: int | None = None

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paged_jax.config import ModelSpec
+from paged_jax.config import ModelSpec, require
 from paged_jax.pool import NULL_BLOCK, KVPool
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
@@ -120,6 +120,11 @@ class PagedKVCache:
     ) -> tuple[Float[Array, "B T H D"], PagedKVCache]:
         """See ``KVCache.attend``."""
         blocks = self.pool.blocks
+        require(
+            not isinstance(layer, int) or 0 <= layer < self.pool.num_layers,
+            f"layer={layer} must be in 0..{self.pool.num_layers - 1}: the pool was made for "
+            f"ModelSpec.num_layers={self.pool.num_layers}",
+        )
         num_blocks, block_size = self.pool.num_blocks, self.pool.block_size
         first_block = jnp.asarray(layer, jnp.int32) * num_blocks
         # Layers are folded into the block ids: slicing a layer out of the pool would copy it.

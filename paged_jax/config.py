@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Any
 
 
@@ -13,8 +14,8 @@ def require(condition: bool, message: str) -> None:
 
 
 def _require_int(name: str, value: Any, minimum: int) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    require(is_int and value >= minimum, f"{name}={value!r} must be an integer >= {minimum}")
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    require(is_int and int(value) >= minimum, f"{name}={value!r} must be an integer >= {minimum}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,8 +111,12 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), minimum)
         _require_int("seed", self.seed, 0)
+        for name in ("donate", "check_logits", "debug_integrity"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), f"{name}={value!r} must be True or False")
+        share = self.memory_fraction
         require(
-            self.memory_fraction is None or 0 < self.memory_fraction < 1,
+            share is None or (isinstance(share, numbers.Real) and 0 < share < 1),
             f"memory_fraction={self.memory_fraction!r} must lie between 0 and 1",
         )
         sizes = ("num_blocks", "pool_bytes", "memory_fraction")

@@ -7,7 +7,7 @@ samples to itself, so the host never holds it up (docs/design.md, "One step in f
 from __future__ import annotations
 
 import itertools
-import numbers
+import threading
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -23,6 +23,7 @@ from paged_jax.model import Model
 from paged_jax.output_stream import OutputStream
 from paged_jax.outputs import RequestOutput
 from paged_jax.pool import resolve_num_blocks
+from paged_jax.prompts import Prompt, as_prompt_list, encode_prompt
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduling.plan import NeedsValues, Plan
 from paged_jax.scheduling.request import Request
@@ -30,7 +31,6 @@ from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.scheduling.sequence import Sequence
 from paged_jax.text_stream import TextStream
 
-Prompt = str | SequenceOf[int]
 Params = SamplingParams | SequenceOf[SamplingParams] | None
 
 
@@ -59,7 +59,10 @@ class Engine:
     """
 
     def __init__(self, model: Model, *, config: EngineConfig | None = None) -> None:
-        self.config = config = config or EngineConfig()
+        config = EngineConfig() if config is None else config
+        require(isinstance(model, Model), f"model={model!r} must be a paged_jax.Model")
+        require(isinstance(config, EngineConfig), f"config={config!r} must be an EngineConfig")
+        self.config = config
         self.model = model
         self.num_blocks = resolve_num_blocks(config, model.spec)
         self.max_model_len = _resolve_max_model_len(config, model, self.num_blocks)
@@ -86,6 +89,7 @@ class Engine:
         self._in_flight: tuple[Plan, StepHandle] | None = None
         self._ready: list[RequestOutput] = []
         self._dead: BaseException | None = None
+        self._stepping = threading.Lock()
         self._num_preemptions = 0
         self._counter = itertools.count()
         self._seeds = np.random.Generator(np.random.PCG64(config.seed))
@@ -133,7 +137,11 @@ class Engine:
             not (params.stop and self.model.tokenizer is None),
             f"stop={params.stop!r} needs a model with a tokenizer",
         )
-        token_ids = self._encode(prompt)
+        token_ids = encode_prompt(prompt, self.model)
+        require(
+            request_id is None or isinstance(request_id, str),
+            f"request_id={request_id!r} must be a string or None",
+        )
         if request_id is None:
             names = (f"request-{number}" for number in self._counter)
             request_id = next(name for name in names if name not in self._by_id)
@@ -160,10 +168,14 @@ class Engine:
         Raises:
           ValueError: see ``add_request``, or the numbers of prompts and parameters differ.
         """
-        prompt_list = _as_prompt_list(prompts)
+        prompt_list = as_prompt_list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params_list = [params or SamplingParams()] * len(prompt_list)
         else:
+            require(
+                isinstance(params, Iterable),
+                f"params={params!r} must be SamplingParams, a list of them, or None",
+            )
             params_list = list(params)
         require(
             len(params_list) == len(prompt_list),
@@ -171,8 +183,11 @@ class Engine:
         )
         request_ids: list[str] = []
         try:
-            for prompt, one in zip(prompt_list, params_list, strict=True):
-                request_ids.append(self.add_request(prompt, one))
+            for index, (prompt, one) in enumerate(zip(prompt_list, params_list, strict=True)):
+                try:
+                    request_ids.append(self.add_request(prompt, one))
+                except ValueError as error:
+                    raise ValueError(f"prompts[{index}]: {error}") from error
         except BaseException:
             self._discard(set(request_ids))
             raise
@@ -199,17 +214,24 @@ class Engine:
           An output for every request that got tokens or ended.
 
         Raises:
-          RuntimeError: an earlier step failed, so the pool's content is unknown.
+          RuntimeError: an earlier step failed, so the pool's content is unknown; or another thread
+            is inside a step (that one goes on).
           FloatingPointError: NaN logits, with ``EngineConfig.check_logits``.
         """
         self._check_alive()
+        if not self._stepping.acquire(blocking=False):
+            raise RuntimeError(
+                "this engine is inside a step already: one thread at a time may use it"
+            )
         begin = time.perf_counter()
-        outputs, self._ready = self._ready, []
         try:
+            outputs, self._ready = self._ready, []
             outputs += self._step()
         except BaseException as error:
             self._dead = error
             raise
+        finally:
+            self._stepping.release()
         self.stats.step_seconds += time.perf_counter() - begin
         return outputs
 
@@ -233,14 +255,20 @@ class Engine:
         """
         return self.run(self.add_requests(prompts, params))
 
-    def run(self, request_ids: SequenceOf[str]) -> OutputStream:
+    def run(self, request_ids: str | SequenceOf[str]) -> OutputStream:
         """Return an iterator that steps until the named requests have ended.
 
         Outputs of other requests are kept for whoever asks next. Closing the iterator early
         cancels what is left of the named ones.
+
+        Raises:
+          ValueError: an id that the engine does not know, or whose last output was given.
         """
+        names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         known = self._by_id.keys() | {output.request_id for output in self._ready}
-        named = {name: self._by_id.get(name) for name in request_ids if name in known}
+        unknown = [name for name in names if name not in known]
+        require(not unknown, f"request_ids {unknown[:5]} are not in the engine")
+        named = {name: self._by_id.get(name) for name in names}
 
         def discard(request_ids: set[str]) -> None:
             # An id may belong to another request by now: that one is not the stream's.
@@ -338,22 +366,6 @@ class Engine:
         stats.used_slots += blocks.used * manager.block_size
         stats.filled_slots += blocks.filled
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            tokenizer = self.model.tokenizer
-            if tokenizer is None:
-                raise ValueError("prompt is text, but the model has no tokenizer: give token ids")
-            return tokenizer.encode(prompt)
-        is_list = isinstance(prompt, Iterable) and all(
-            isinstance(token, numbers.Integral) and not isinstance(token, bool) for token in prompt
-        )
-        require(is_list, f"prompt={prompt!r} must be a string or a flat list of token ids")
-        token_ids = [int(token) for token in prompt]
-        vocab_size = self.model.spec.vocab_size
-        bad = [token for token in token_ids if not 0 <= token < vocab_size]
-        require(not bad, f"prompt has token ids {bad[:5]} outside 0..{vocab_size - 1}")
-        return token_ids
-
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self.model.tokenizer is None:
             return None
@@ -370,16 +382,6 @@ class Engine:
                 "this engine stopped in a step "
                 f"({type(self._dead).__name__}: {self._dead}); make a new one"
             ) from self._dead
-
-
-def _as_prompt_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
-    """One prompt alone becomes a list of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int | np.integer) for item in items):
-        return [items]  # pyright: ignore[reportReturnType]
-    return items  # pyright: ignore[reportReturnType]
 
 
 def _resolve_max_model_len(config: EngineConfig, model: Model, num_blocks: int) -> int:

@@ -116,6 +116,7 @@ class JaxExecutor:
         seed_of: Callable[[Sequence], int],
     ) -> None:
         self._params = model.params
+        self._vocab_size = model.spec.vocab_size
         self._config = config
         self._max_model_len = max_model_len
         self._table_width = -(-max_model_len // config.block_size)
@@ -208,6 +209,7 @@ class JaxExecutor:
             num_rows=num_rows,
             num_new=1 if is_decode else self._config.prefill_row_len,
             table_width=self._table_width,
+            vocab_size=self._vocab_size,
             is_decode=is_decode,
             flags=flags,
             prompt_logprobs=prompt_logprobs,

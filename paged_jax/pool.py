@@ -52,14 +52,8 @@ class KVPool:
           ValueError: fewer than two blocks, or ``L*P*2*K*S >= 2**31``, where 32-bit row indices
             would wrap.
         """
-        require(num_blocks >= 2, f"num_blocks={num_blocks} must be >= 2: block 0 is the null block")
-        require(block_size >= 1, f"block_size={block_size} must be >= 1")
+        _check_shape(spec, num_blocks=num_blocks, block_size=block_size)
         shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        num_rows = int(np.prod(shape[:-1], dtype=np.int64))
-        require(
-            num_rows < 2**31,
-            f"num_blocks={num_blocks} makes {num_rows} rows (L*P*2*K*S), must be under 2**31",
-        )
         # One jitted call, so that a pool costs one compilation and no second buffer.
         blocks = jax.jit(lambda: jnp.full(shape, fill, dtype=dtype))()
         return cls(blocks)
@@ -90,6 +84,16 @@ class KVPool:
         return self.nbytes // self.num_blocks
 
 
+def _check_shape(spec: ModelSpec, *, num_blocks: int, block_size: int) -> None:
+    require(num_blocks >= 2, f"num_blocks={num_blocks} must be >= 2: block 0 is the null block")
+    require(block_size >= 1, f"block_size={block_size} must be >= 1")
+    num_rows = spec.num_layers * num_blocks * 2 * spec.num_kv_heads * block_size
+    require(
+        num_rows < 2**31,
+        f"num_blocks={num_blocks} makes {num_rows} rows (L*P*2*K*S), must be under 2**31",
+    )
+
+
 def bytes_per_block(spec: ModelSpec, *, block_size: int, dtype: Any) -> int:
     """Bytes that one block takes over all layers, keys and values."""
     return spec.kv_values_per_token * block_size * jnp.dtype(dtype).itemsize
@@ -99,22 +103,42 @@ def resolve_num_blocks(config: EngineConfig, spec: ModelSpec) -> int:
     """Turn the configured pool size into a number of blocks, the null block included.
 
     Raises:
-      ValueError: the size holds no block, or the device does not report its free memory.
+      ValueError: the size holds no block or more rows than 32-bit indices reach, or is more than
+        the device has free; or the device does not report its free memory.
     """
-    if config.num_blocks is not None:
-        return config.num_blocks
     block_bytes = bytes_per_block(spec, block_size=config.block_size, dtype=config.kv_dtype)
+    num_blocks, source = _wanted_blocks(config, spec, block_bytes)
+    require(num_blocks >= 2, f"{source} must hold two blocks of {block_bytes} bytes")
+    _check_shape(spec, num_blocks=num_blocks, block_size=config.block_size)
+    free = _free_bytes_or_none()
+    require(
+        free is None or num_blocks * block_bytes <= free,
+        f"{source} asks for a pool of {num_blocks * block_bytes} bytes, must be at most the "
+        f"{free} that are free",
+    )
+    return num_blocks
+
+
+def _wanted_blocks(config: EngineConfig, spec: ModelSpec, block_bytes: int) -> tuple[int, str]:
+    """The number of blocks, and the setting that it comes from."""
+    if config.num_blocks is not None:
+        return config.num_blocks, f"num_blocks={config.num_blocks}"
     if config.pool_bytes is not None:
-        budget, source = config.pool_bytes, f"pool_bytes={config.pool_bytes}"
-    elif config.memory_fraction is not None:
+        return config.pool_bytes // block_bytes, f"pool_bytes={config.pool_bytes}"
+    if config.memory_fraction is not None:
         budget = int(free_device_bytes() * config.memory_fraction)
         source = f"memory_fraction={config.memory_fraction} ({budget} bytes)"
-    else:
-        longest = min(config.max_model_len or spec.max_position, DEFAULT_SEQUENCE_LEN)
-        return 1 + config.max_num_seqs * -(-longest // config.block_size)
-    num_blocks = budget // block_bytes
-    require(num_blocks >= 2, f"{source} must hold two blocks of {block_bytes} bytes")
-    return num_blocks
+        return budget // block_bytes, source
+    longest = min(config.max_model_len or spec.max_position, DEFAULT_SEQUENCE_LEN)
+    num_blocks = 1 + config.max_num_seqs * -(-longest // config.block_size)
+    return num_blocks, f"max_num_seqs={config.max_num_seqs} (no pool size given)"
+
+
+def _free_bytes_or_none() -> int | None:
+    try:
+        return free_device_bytes()
+    except ValueError:
+        return None
 
 
 def free_device_bytes() -> int:

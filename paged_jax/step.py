@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 
 from paged_jax.batch import BatchLayout, StepInputs, unpack
 from paged_jax.cache import PagedKVCache
+from paged_jax.config import require
 from paged_jax.model import ApplyFn
 from paged_jax.pool import KVPool
 from paged_jax.row_state import RowState, record, start_rows
@@ -100,7 +101,30 @@ def _run_model(
         logits_at = jnp.maximum(inputs.num_new - 1, 0)[:, None]  # [B, 1]
     else:
         logits_at = jnp.broadcast_to(offsets, is_new.shape)  # [B, T]
-    logits, cache = apply(params, tokens, positions, cache, logits_at=logits_at)
+    result = apply(params, tokens, positions, cache, logits_at=logits_at)
+    return _checked(result, given=cache, shape=logits_at.shape, vocab_size=layout.vocab_size)
+
+
+def _checked(
+    result: Any, *, given: PagedKVCache, shape: tuple[int, ...], vocab_size: int
+) -> tuple[KVPool, Array]:
+    """Tell a model's author, at trace time, what ``apply`` returned wrongly."""
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    require(
+        is_pair and isinstance(result[1], PagedKVCache),
+        f"apply returned {type(result).__name__}, must return the pair (logits, cache)",
+    )
+    logits, cache = result
+    require(
+        cache.pool.blocks is not given.pool.blocks,
+        "apply returned the cache that it was given: return the one that cache.attend returns",
+    )
+    wanted = (*shape, vocab_size)
+    require(
+        jnp.shape(logits) == wanted,
+        f"apply returned logits of shape {jnp.shape(logits)}, must be {wanted}: [B, N, V], at the "
+        "positions logits_at only, with ModelSpec.vocab_size entries",
+    )
     return cache.pool, logits
 
 

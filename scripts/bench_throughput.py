@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 from rich.table import Table
 
@@ -91,7 +91,7 @@ def _in_child(arguments: tuple[str, dict[str, Any]]) -> dict[str, float]:
 def main(argv: Sequence[str]) -> None:
     """Run with parsed flags."""
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+        raise ValueError(f"unexpected arguments {argv[1:]}")
     options = {
         "runs": RUNS.value,
         "num_requests": NUM_REQUESTS.value,
@@ -128,7 +128,7 @@ def _cell(name: str, value: float) -> str:
 
 def run() -> None:
     """Entry point."""
-    app.run(main)
+    cli.run_program(main)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from absl import flags, logging
+from absl import app, flags, logging
 from rich.console import Console
 from rich.table import Table
 
 import models
-from models.checkpoints.cache_dir import cache_root
+from models.checkpoints import FetchError, cache_root
 from paged_jax import Engine, EngineConfig, Model, RequestOutput, SamplingParams
 from paged_jax.pool import bytes_per_block
 
@@ -126,3 +127,20 @@ def print_figures(console: Console, rows: Sequence[tuple[str, str]], *, title: s
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def run_program(main: Callable[[Sequence[str]], None]) -> None:
+    """Run a program's ``main``; what the user can mend ends it with one line, not a traceback."""
+
+    def guarded(argv: Sequence[str]) -> None:
+        try:
+            main(argv)
+        except (ValueError, FetchError, OSError, MemoryError) as error:
+            if isinstance(error, BrokenPipeError):  # `| head`: nobody reads on
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                sys.exit(1)
+            shown = str(error) or type(error).__name__
+            print(f"error: {shown}", file=sys.stderr)
+            sys.exit(2)
+
+    app.run(guarded)

@@ -11,21 +11,22 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from paged_jax import Engine, Model, SamplingParams
 from paged_jax.baselines import StaticRun, run_static_batch
 from paged_jax_scripts import cli, workload
 
-PROMPTS = flags.DEFINE_multi_string("prompt", [], "a prompt; none: the built-in 32 requests")
+PROMPTS = flags.DEFINE_multi_string("prompt", [], "a prompt; none: built-in requests")
 MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "tokens a prompt", lower_bound=1)
-NUM_REQUESTS = flags.DEFINE_integer("num_requests", 32, "of the built-in ones", lower_bound=1)
+NUM_REQUESTS = flags.DEFINE_integer(
+    "num_requests", 8, "of the 32 built-in ones (8: about a minute on 2 cores)", lower_bound=1
+)
 JSON_FILE = flags.DEFINE_string("json", None, "also write the figures to this file")
 cli.define_engine_flags()
 flags.adopt_module_key_flags(cli)
@@ -67,20 +68,31 @@ class Comparison:
         return all(margin < NEAR_TIE for _, _, margin in self.near_ties)
 
 
-def compare(model: Model, engine: Engine, requests: Sequence[workload.Request]) -> Comparison:
-    """Run the three and compare them."""
+def compare(
+    model: Model,
+    engine: Engine,
+    requests: Sequence[workload.Request],
+    *,
+    report: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Do the runs and compare them; ``report`` is told what comes next."""
     prompts = [request.prompt_token_ids for request in requests]
     max_tokens = [request.max_tokens for request in requests]
     params = [
         SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in max_tokens
     ]
+    report("1 of 5: the engine, paged, to compile")
     engine.generate(prompts, params)
+    report("2 of 5: the engine, paged, timed")
     begin = time.perf_counter()
     paged = [list(output.token_ids) for output in engine.generate(prompts, params)]
     paged_seconds = time.perf_counter() - begin
     dtype = engine.config.kv_dtype
+    report("3 of 5: a static batch, dense, timed")
     timed = run_static_batch(model, prompts, max_tokens, dtype=dtype)
+    report("4 of 5: the same, keeping every step's logits")
     dense = run_static_batch(model, prompts, max_tokens, dtype=dtype, keep_logits=True)
+    report("5 of 5: the same tokens over a paged pool, keeping every step's logits")
     lockstep = run_static_batch(
         model,
         prompts,
@@ -158,6 +170,10 @@ def print_comparison(console: Console, result: Comparison) -> None:
         )
 
 
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _requests(model: Model) -> list[workload.Request]:
     if not PROMPTS.value:
         return workload.load()[: NUM_REQUESTS.value]
@@ -170,15 +186,11 @@ def _requests(model: Model) -> list[workload.Request]:
 def main(argv: Sequence[str]) -> None:
     """Run with parsed flags; exit 1 when tokens differ other than after a near tie."""
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}: prompts go into --prompt")
+        raise ValueError(f"unexpected arguments {argv[1:]}: prompts go into --prompt")
     console = Console()
-    try:
-        model = cli.load_model()
-        engine = cli.make_engine(model)
-        result = compare(model, engine, _requests(model))
-    except ValueError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}")
-        sys.exit(2)
+    model = cli.load_model()
+    engine = cli.make_engine(model)
+    result = compare(model, engine, _requests(model), report=_report)
     print_comparison(console, result)
     if JSON_FILE.value:
         with open(JSON_FILE.value, "w", encoding="utf-8") as file:
@@ -189,7 +201,7 @@ def main(argv: Sequence[str]) -> None:
 
 def run() -> None:
     """Entry point."""
-    app.run(main)
+    cli.run_program(main)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 
 from paged_jax import Engine, RequestOutput, SamplingParams
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
 
 def run() -> None:
     """Entry point."""
-    app.run(main)
+    cli.run_program(main)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ class StreamDisplay:
       console: where texts go.
       prompts: what each request was asked, by number.
       enabled: False shows nothing.
+      is_live: show growing texts on a terminal; False shows each when it ends.
       separator: between a prompt and its text; "" where the text continues the prompt.
       max_panels: most running requests on the screen at once.
     """
@@ -36,6 +37,7 @@ class StreamDisplay:
         prompts: Sequence[str],
         *,
         enabled: bool,
+        is_live: bool = True,
         separator: str = "",
         max_panels: int = 8,
     ) -> None:
@@ -49,7 +51,7 @@ class StreamDisplay:
         self._num_done = 0
         self._begin = self._last_status = time.monotonic()
         self._live = Live(console=console, transient=True, refresh_per_second=12)
-        self._is_terminal = enabled and console.is_terminal
+        self._is_terminal = enabled and is_live and console.is_terminal
 
     def __enter__(self) -> Self:
         if self._is_terminal:
@@ -75,7 +77,7 @@ class StreamDisplay:
             shown = sorted(self._running.items())[: self._max_panels]
             panels = [self._panel(number, output) for number, output in shown]
             self._live.update(Group(*panels, Text(self._status(), style="dim")))
-        elif time.monotonic() - self._last_status > STATUS_SECONDS:
+        elif self._enabled and time.monotonic() - self._last_status > STATUS_SECONDS:
             self._last_status = time.monotonic()
             Console(stderr=True).print(self._status(), style="dim", highlight=False)
 

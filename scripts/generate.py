@@ -13,9 +13,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
 from rich.console import Console
-from rich.markup import escape
 
 from paged_jax import Engine, Model, RequestOutput
 from paged_jax_scripts import cli
@@ -30,7 +29,9 @@ PROMPT_FILE = flags.DEFINE_string(
 CHAT = flags.DEFINE_bool("chat", False, "put each prompt in the model's chat template")
 SYSTEM = flags.DEFINE_string("system", None, "a system message for --chat")
 JSON = flags.DEFINE_bool("json", False, "write one JSON line a request, as each ends")
-STREAM = flags.DEFINE_bool("stream", True, "show text as it comes (not with --json)")
+STREAM = flags.DEFINE_bool(
+    "stream", True, "on a terminal, show text as it comes; otherwise each text when it ends"
+)
 FIGURES = flags.DEFINE_bool("figures", True, "end with a table of figures on standard error")
 cli.define_engine_flags()
 cli.define_sampling_flags()
@@ -41,27 +42,30 @@ def read_prompts() -> list[str]:
     """All prompts that the flags name, in order.
 
     Raises:
-      app.UsageError: there is none, or a line of the file is not valid.
+      ValueError: there is none, or a line of the file is not valid.
     """
     prompts = list(PROMPTS.value)
     if PROMPT_FILE.value is not None:
         prompts += _read_lines(PROMPT_FILE.value)
     if not prompts:
-        raise app.UsageError("no prompt: give --prompt, or --prompt_file (- for standard input)")
+        raise ValueError("no prompt: give --prompt, or --prompt_file (- for standard input)")
     return prompts
 
 
 def _read_lines(path: str) -> list[str]:
     try:
         if path == "-":
-            lines = sys.stdin.read().splitlines()
+            data = sys.stdin.buffer.read()
         else:
-            with open(path, encoding="utf-8") as file:
-                lines = file.read().splitlines()
+            with open(path, "rb") as file:
+                data = file.read()
+        # Lines end at newlines only: other separators are text. A byte order mark is not.
+        lines = data.decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise app.UsageError(f"--prompt_file={path}: {error}") from error
+        raise ValueError(f"--prompt_file={path}: {error}") from error
     prompts = []
     for number, line in enumerate(lines, start=1):
+        line = line.removesuffix("\r")
         if not line.strip():
             continue
         if not line.startswith('"'):
@@ -70,7 +74,7 @@ def _read_lines(path: str) -> list[str]:
         try:
             prompts.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise app.UsageError(f"{path}, line {number}: not a JSON string: {error}") from error
+            raise ValueError(f"{path}, line {number}: not a JSON string: {error}") from error
     return prompts
 
 
@@ -78,11 +82,11 @@ def as_chat(model: Model, prompts: Sequence[str], system: str | None) -> list[st
     """Each prompt as the user's turn of the model's chat template.
 
     Raises:
-      app.UsageError: the model has no chat template.
+      ValueError: the model has no chat template.
     """
     render = getattr(model.tokenizer, "apply_chat_template", None)
     if render is None:
-        raise app.UsageError(f"--chat: {model.name} has no chat template")
+        raise ValueError(f"--chat: {model.name} has no chat template")
     first = [] if system is None else [{"role": "system", "content": system}]
     return [render([*first, {"role": "user", "content": prompt}]) for prompt in prompts]
 
@@ -115,9 +119,14 @@ def run_prompts(
     request_ids = engine.add_requests(texts, cli.sampling_params())
     numbers = {request_id: index for index, request_id in enumerate(request_ids)}
     final: dict[str, RequestOutput] = {}
-    shown = STREAM.value and not JSON.value
     separator = "\n" if CHAT.value else ""
-    with StreamDisplay(console, prompts, enabled=shown, separator=separator) as display:
+    with StreamDisplay(
+        console,
+        prompts,
+        enabled=not JSON.value,
+        is_live=STREAM.value,
+        separator=separator,
+    ) as display:
         for output in engine.run(request_ids):
             index = numbers[output.request_id]
             display.update(index, output)
@@ -132,18 +141,16 @@ def run_prompts(
 def main(argv: Sequence[str]) -> None:
     """Run with parsed flags."""
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}: prompts go into --prompt")
+        raise ValueError(f"unexpected arguments {argv[1:]}: prompts go into --prompt")
+    if SYSTEM.value is not None and not CHAT.value:
+        raise ValueError("--system needs --chat")
     console = Console(stderr=True)
-    try:
-        prompts = read_prompts()
-        model = cli.load_model()
-        texts = as_chat(model, prompts, SYSTEM.value) if CHAT.value else prompts
-        engine = cli.make_engine(model)
-        begin = time.perf_counter()
-        outputs = run_prompts(engine, texts, prompts, console if JSON.value else Console())
-    except ValueError as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}")
-        sys.exit(2)
+    prompts = read_prompts()
+    model = cli.load_model()
+    texts = as_chat(model, prompts, SYSTEM.value) if CHAT.value else prompts
+    engine = cli.make_engine(model)
+    begin = time.perf_counter()
+    outputs = run_prompts(engine, texts, prompts, console if JSON.value else Console())
     if FIGURES.value:
         rows = cli.figures(engine, outputs, time.perf_counter() - begin)
         cli.print_figures(console, rows, title=model.name)
@@ -151,7 +158,7 @@ def main(argv: Sequence[str]) -> None:
 
 def run() -> None:
     """Entry point."""
-    app.run(main)
+    cli.run_program(main)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def packer() -> BatchPacker:
 
 def layout(**fields) -> BatchLayout:
     flags = SamplerFlags(greedy_only=False, penalties=True, bias_width=16)
-    defaults = {"num_rows": 3, "num_new": 4, "table_width": 3, "is_decode": False, "flags": flags}
+    defaults = {"num_rows": 3, "num_new": 4, "table_width": 3, "flags": flags}
+    defaults |= {"is_decode": False, "vocab_size": 9}
     return BatchLayout(**{**defaults, **fields})
 
 

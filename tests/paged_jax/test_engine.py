@@ -239,3 +239,25 @@ def test_an_engine_needs_no_configuration():
     assert engine.num_blocks == 1 + 32 * 1024 // 16
     assert engine.max_model_len == 1024
     assert engine.generate([0], greedy(3))[0].token_ids == (1, 2, 1)
+
+
+def test_a_second_thread_inside_a_step_is_told_and_the_engine_lives():
+    engine = make_engine()
+    engine.add_request([1, 2])
+    with engine._stepping, pytest.raises(RuntimeError, match="one thread at a time"):
+        engine.step()
+    assert engine.run(["request-0"]) is not None
+    assert len(engine.generate([3, 4])) == 1
+
+
+def test_run_takes_one_id_and_refuses_unknown_ones():
+    engine = make_engine()
+    request_id = engine.add_request([1, 2])
+    with pytest.raises(ValueError, match=r"request_ids \['nope'\] are not in the engine"):
+        engine.run(["nope"])
+    assert [output.finished for output in engine.run(request_id)][-1]
+
+
+def test_a_refused_prompt_is_named_by_its_place():
+    with pytest.raises(ValueError, match=r"prompts\[1\]: .*must hold at least one token"):
+        make_engine().generate([[1], []])

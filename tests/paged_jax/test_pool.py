@@ -51,3 +51,13 @@ def test_too_few_bytes_names_the_block_size():
     block = bytes_per_block(SPEC, block_size=16, dtype="float32")
     with pytest.raises(ValueError, match=f"pool_bytes={block} must hold two blocks of {block}"):
         resolve_num_blocks(EngineConfig(pool_bytes=block), SPEC)
+
+
+def test_more_than_the_device_has_free_is_refused_before_anything_is_made():
+    spec = ModelSpec(
+        num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2**14, vocab_size=10, max_position=64
+    )
+    with pytest.raises(ValueError, match=r"num_blocks=60000000 asks for .* that are free"):
+        resolve_num_blocks(EngineConfig(num_blocks=60_000_000, block_size=1), spec)
+    with pytest.raises(ValueError, match="must be under 2"):
+        resolve_num_blocks(EngineConfig(num_blocks=10**9), SPEC)

@@ -57,6 +57,7 @@ def test_b86_a_step_on_a_gigabyte_of_pool_updates_it_in_place(name, kind):
         num_rows=32 if is_decode else 16,
         num_new=1 if is_decode else 32,
         table_width=64,
+        vocab_size=model.spec.vocab_size,
         is_decode=is_decode,
         flags=SamplerFlags(),
     )

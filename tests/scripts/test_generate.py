@@ -53,6 +53,8 @@ def test_chat_template(run_program):
     [
         ((), "no prompt"),
         (("--prompt_file=/nowhere/prompts.txt",), "/nowhere/prompts.txt"),
+        (("--prompt=hello", "--system=brief"), "--system needs --chat"),
+        (("--prompt=hello", "--cache_dir=/dev/null"), "/dev/null"),
         (("--prompt=hello", "hello"), "unexpected arguments"),
         (("--prompt=hello", "--top_p=2"), "top_p=2.0 must be"),
         (("--prompt=hello", "--num_blocks=1"), "num_blocks=1 must be"),
@@ -72,3 +74,16 @@ def test_bad_input_is_named(run_program, flags, message):
 def test_a_line_that_is_no_json_string(run_program):
     result = run_program("generate", "--prompt_file=-", stdin='ok\n"broken\n')
     assert "line 2: not a JSON string" in result.stdout + result.stderr
+
+
+def test_lines_end_at_newlines_only_and_a_byte_order_mark_is_no_text(run_program):
+    stdin = '\ufeff"one"\r\na\x0cb\u2028c\n'
+    result = run_program(
+        "generate", "--prompt_file=-", "--json", *SMALL, "--nofigures", stdin=stdin
+    )
+    assert len(result.stdout.splitlines()) == 2, result.stderr
+
+
+def test_nostream_still_shows_the_text(run_program):
+    result = run_program("generate", "--prompt=hello", "--nostream", "--nofigures", *SMALL)
+    assert "6 tokens (length)" in result.stdout

@@ -29,6 +29,7 @@ def memory_of_step(num_rows, num_new, dtype):
         num_rows=num_rows,
         num_new=num_new,
         table_width=TABLE_WIDTH,
+        vocab_size=spec.vocab_size,
         is_decode=num_new == 1,
         flags=SamplerFlags(),
     )
