@@ -1,6 +1,7 @@
 """The installed package works from a folder that has its own ``models`` and ``scripts``."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,14 +36,8 @@ def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     source = tmp_path_factory.mktemp("source") / "paged-jax"
     # A copy: building leaves folders behind in the source.
-    files = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.split("\0")
-    for name in filter(None, files):
-        if (ROOT / name).is_file():
-            target = source / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((ROOT / name).read_bytes())
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "tests")
+    shutil.copytree(ROOT, source, ignore=ignored)
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target"]
     result = subprocess.run(
         [*command, str(folder), str(source)], capture_output=True, text=True, check=False
