@@ -17,7 +17,7 @@ from paged_jax.model import Model
 from paged_jax.outputs import PositionLogprobs
 from paged_jax.pool import KVPool
 from paged_jax.row_state import create, load_counts, with_penalties, without_penalties
-from paged_jax.sampling.inputs import LOGPROB_WIDTHS, SamplerFlags, sampler_flags
+from paged_jax.sampling.inputs import LOGPROB_WIDTHS, SamplerFlags, next_width, sampler_flags
 from paged_jax.sampling.logprobs import TokenLogprobs
 from paged_jax.scheduling.plan import Plan, PlanRow
 from paged_jax.scheduling.sequence import Sequence
@@ -203,7 +203,7 @@ class JaxExecutor:
         if prompt_logprobs is not None:
             # One top-N for all scored rows of the dispatch, so that N makes few programs.
             wanted = max(_prompt_logprobs_of(row) or 0 for row in rows)
-            prompt_logprobs = next(width for width in LOGPROB_WIDTHS if width >= wanted)
+            prompt_logprobs = next_width("prompt_logprobs", wanted, LOGPROB_WIDTHS)
             num_rows = PROMPT_LOGPROB_ROWS
         return BatchLayout(
             num_rows=num_rows,

@@ -60,7 +60,12 @@ class SamplerInputs:
     bias_values: Float32[Array, "B NB"]
 
 
-def _next_width(name: str, wanted: int, widths: tuple[int, ...]) -> int:
+def next_width(name: str, wanted: int, widths: tuple[int, ...]) -> int:
+    """The smallest of ``widths`` (ascending) that holds ``wanted``.
+
+    Raises:
+      ValueError: none does; the message calls it ``name``.
+    """
     fitting = [width for width in widths if width >= wanted]
     require(bool(fitting), f"{name}={wanted} must be at most {widths[-1]}")
     return fitting[0]
@@ -115,8 +120,8 @@ def sampler_flags(
     return SamplerFlags(
         greedy_only=all(row.is_greedy for row in params),
         penalties=any(row.needs_penalties for row in params),
-        bias_width=_next_width("bias_width", max(biases, default=0), BIAS_WIDTHS),
-        num_logprobs=_next_width("num_logprobs", max(tops), LOGPROB_WIDTHS) if tops else None,
+        bias_width=next_width("bias_width", max(biases, default=0), BIAS_WIDTHS),
+        num_logprobs=next_width("num_logprobs", max(tops), LOGPROB_WIDTHS) if tops else None,
     )
 
 
