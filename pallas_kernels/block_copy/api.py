@@ -6,12 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels.backends import pick_backend
+from pallas_kernels.backends import Backend, pick_backend
 from pallas_kernels.block_copy.reference import block_copy_reference
 from pallas_kernels.block_copy.xla import block_copy_xla
 from pallas_kernels.paged_attention.validate import check_int32, is_concrete
 
-BACKENDS = {"xla": block_copy_xla, "reference": block_copy_reference}
+BACKENDS = {
+    "xla": lambda: Backend(run=block_copy_xla),
+    "reference": lambda: Backend(run=block_copy_reference),
+}
 
 
 def block_copy(
@@ -48,7 +51,7 @@ def block_copy(
     check_int32("dst", dst, tuple(src.shape))
     if is_concrete(src) and is_concrete(dst):
         check_copies(src, dst, num_blocks=kv_blocks.shape[1])
-    run = pick_backend("block_copy", backend, BACKENDS)
+    run = pick_backend("block_copy", backend, BACKENDS, None)
     if src.shape[0] == 0:
         return jnp.asarray(kv_blocks)
     last = kv_blocks.shape[1] - 1

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backends import pick_backend
+from pallas_kernels.backends import Backend, pick_backend
 from pallas_kernels.kv_write.reference import kv_write_reference
 from pallas_kernels.kv_write.xla import kv_write_xla
 from pallas_kernels.paged_attention.validate import (
@@ -16,7 +16,10 @@ from pallas_kernels.paged_attention.validate import (
     is_concrete,
 )
 
-BACKENDS = {"xla": kv_write_xla, "reference": kv_write_reference}
+BACKENDS = {
+    "xla": lambda: Backend(run=kv_write_xla),
+    "reference": lambda: Backend(run=kv_write_reference),
+}
 
 
 def kv_write(
@@ -55,7 +58,7 @@ def kv_write(
         NotImplementedError: a backend that is not available.
     """
     _check(kv_blocks, k, v, slot_mapping, q_lens)
-    return pick_backend("kv_write", backend, BACKENDS)(
+    return pick_backend("kv_write", backend, BACKENDS, None)(
         jnp.asarray(kv_blocks),
         jnp.asarray(k),
         jnp.asarray(v),

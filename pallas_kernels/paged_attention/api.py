@@ -5,12 +5,16 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backends import pick_backend
+from pallas_kernels.backends import Backend, pick_backend
+from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.validate import check_paged_attention
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
-BACKENDS = {"xla": paged_attention_xla, "reference": paged_attention_reference}
+BACKENDS = {
+    "xla": lambda: Backend(run=paged_attention_xla),
+    "reference": lambda: Backend(run=paged_attention_reference),
+}
 
 
 def paged_attention(
@@ -28,6 +32,7 @@ def paged_attention(
     score_fn: Callable[..., Array] | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Causal attention of each row's new tokens over its context, read through block tables.
 
@@ -52,28 +57,33 @@ def paged_attention(
     `0 <= kv_lens <= M*S` and `0 <= q_lens <= min(T, kv_lens)`, table entries in use to `0..N-1`.
 
     Args:
-        q: new tokens' queries, float32, bfloat16 or float16.
-        kv_blocks: the pool, K at index 0 and V at 1 of the second axis; any float dtype, any S.
+        q: new tokens' queries, float32, bfloat16 or float16. Where the pool stores D padded with
+            zeros, q may have the model's own, smaller D.
+        kv_blocks: the pool, K at index 0 and V at 1 of the second axis; a float dtype, or int8
+            or float8_e4m3fn with `kv_scales`.
         block_tables: each row's blocks in logical order, int32.
         kv_lens: positions of context, this step's tokens included, int32.
         q_lens: new tokens in the row, int32.
-        scale: factor of the scores; `D ** -0.5` by default.
+        scale: factor of the scores; `D ** -0.5` by default, with q's D.
         window: keys a query sees, its own included; an integer scalar, traced or not.
         soft_cap: bound of `soft_cap * tanh(score / soft_cap)`.
         sinks: one extra logit a head, in the denominator only.
-        kv_scales: scales of a quantised pool; on no backend so far.
+        kv_scales: float32 scales of an 8-bit pool, one a token and head: what is stored, times
+            its scale, is the key or value.
         score_fn: elementwise change of the scores, `(score, row, head, q_pos, k_pos) -> score`,
             on arrays that broadcast to the score's shape; it may return -inf.
         return_lse: also return the log of the sum over attended scores, without the sink.
-        backend: "reference" (plain, float32), "xla" (fast on CPU, runs anywhere), or None: the
-            best one here. A named backend never falls back to another.
+        backend: "mosaic" (Pallas Mosaic GPU), "triton" (Pallas Triton), "xla" (fast on CPU, runs
+            anywhere), "reference" (plain, float32), or None: the best one that takes the call.
+            A named backend never falls back to another.
+        interpret: run "mosaic" and "triton" in Pallas's interpreter, on any device: for tests.
 
     Returns:
         The output in q's dtype, or `(output, lse)` with a float32 lse.
 
     Raises:
         ValueError: a shape, dtype or value that does not fit, or an unknown backend.
-        NotImplementedError: a backend or `kv_scales` that is not available.
+        NotImplementedError: the named backend cannot take the call here; says why.
     """
     check_paged_attention(
         q,
@@ -85,20 +95,26 @@ def paged_attention(
         window=window,
         soft_cap=soft_cap,
         sinks=sinks,
+        kv_scales=kv_scales,
     )
-    run = pick_backend("paged_attention", backend, BACKENDS)
-    if kv_scales is not None:
-        raise NotImplementedError("kv_scales: no backend reads quantised blocks")
+    q, kv_blocks = jnp.asarray(q), jnp.asarray(kv_blocks)
+    head_dim, padded_dim = q.shape[-1], kv_blocks.shape[-1]
+    call = AttentionCall.of(q, kv_blocks, block_tables, window=window, score_fn=score_fn)
+    run = pick_backend("paged_attention", backend, BACKENDS, call, interpret=interpret)
+    if head_dim < padded_dim:
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, padded_dim - head_dim)))
     out, lse = run(
-        jnp.asarray(q),
-        jnp.asarray(kv_blocks),
+        q,
+        kv_blocks,
         jnp.asarray(block_tables),
         jnp.asarray(kv_lens),
         jnp.asarray(q_lens),
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=head_dim**-0.5 if scale is None else scale,
         window=window,
         soft_cap=soft_cap,
         sinks=None if sinks is None else jnp.asarray(sinks),
+        kv_scales=None if kv_scales is None else jnp.asarray(kv_scales),
         score_fn=score_fn,
     )
+    out = out[..., :head_dim]
     return (out, lse) if return_lse else out

@@ -20,6 +20,7 @@ def paged_attention_reference(
     window: int | Array | None,
     soft_cap: float | Array | None,
     sinks: Float[Array, "H"] | None,
+    kv_scales: Float[Array, "N 2 K S"] | None,
     score_fn: Callable[..., Array] | None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """The semantics of `paged_attention` (see there); returns the output and the lse."""
@@ -41,6 +42,8 @@ def paged_attention_reference(
         blocks = jnp.where(k_pos < kv_len, jnp.repeat(table, S), 0)
         blocks = jnp.clip(blocks, 0, N - 1)
         kv = kv_blocks[blocks, :, :, k_pos % S].astype(jnp.float32)  # [M*S, 2, K, D]
+        if kv_scales is not None:
+            kv = kv * kv_scales[blocks, :, :, k_pos % S][..., None]
         kv = jnp.where(mask.any(axis=0)[:, None, None, None], kv, 0.0)
 
         q = q.astype(jnp.float32).reshape(T, K, H // K, D)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from pallas_kernels.paged_attention.call import QUANTIZED_DTYPES
+
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 MAX_ROW_INDEX = 2**31
 
@@ -36,10 +38,26 @@ def check_int32(name: str, x: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; must be {shape}")
 
 
-def check_kv_blocks(kv_blocks: Any) -> None:
-    """Raise ValueError unless `kv_blocks` is a pool `[N, 2, K, S, D]` that int32 can index."""
-    check_float("kv_blocks", kv_blocks)
+def check_kv_blocks(kv_blocks: Any, kv_scales: Any = None) -> None:
+    """Raise ValueError unless `kv_blocks` is a pool `[N, 2, K, S, D]` that int32 can index.
+
+    An 8-bit pool must come with its scales `[N, 2, K, S]`, and no other pool with any.
+    """
     shape = tuple(kv_blocks.shape)
+    if str(kv_blocks.dtype) not in QUANTIZED_DTYPES:
+        check_float("kv_blocks", kv_blocks)
+        if kv_scales is not None:
+            raise ValueError(
+                f"kv_scales is given but kv_blocks has dtype {kv_blocks.dtype}; only pools of "
+                f"{' or '.join(QUANTIZED_DTYPES)} have scales"
+            )
+    elif kv_scales is None:
+        raise ValueError(f"kv_scales is None; a pool of {kv_blocks.dtype} needs its scales")
+    elif str(kv_scales.dtype) != "float32" or tuple(kv_scales.shape) != shape[:4]:
+        raise ValueError(
+            f"kv_scales is {kv_scales.dtype}{list(kv_scales.shape)}; must be "
+            f"float32{list(shape[:4])}"
+        )
     if len(shape) != 5 or shape[1] != 2 or min(shape) < 1:
         raise ValueError(f"kv_blocks has shape {shape}; must be [N, 2, K, S, D], no axis empty")
     if np.prod(shape[:4], dtype=np.int64) >= MAX_ROW_INDEX:
@@ -57,16 +75,17 @@ def check_paged_attention(
     window: Any = None,
     soft_cap: Any = None,
     sinks: Any = None,
+    kv_scales: Any = None,
 ) -> None:
     """Check every argument of `paged_attention`; the errors are those listed there."""
-    check_kv_blocks(kv_blocks)
+    check_kv_blocks(kv_blocks, kv_scales)
     check_float("q", q)
     K, D = kv_blocks.shape[2], kv_blocks.shape[4]
     if q.ndim != 4 or min(q.shape) < 1:
         raise ValueError(f"q has shape {tuple(q.shape)}; must be [B, T, H, D], no axis empty")
     B, _, H, _ = q.shape
-    if q.shape[3] != D:
-        raise ValueError(f"q has head dim {q.shape[3]}; must be {D} as in kv_blocks")
+    if q.shape[3] > D:
+        raise ValueError(f"q has head dim {q.shape[3]}; must be at most the {D} of kv_blocks")
     if H % K:
         raise ValueError(f"q has {H} heads; must be a multiple of the {K} heads of kv_blocks")
     if block_tables.ndim != 2 or block_tables.shape[1] < 1:

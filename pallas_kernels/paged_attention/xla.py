@@ -65,9 +65,12 @@ def paged_attention_xla(
     window: int | Array | None,
     soft_cap: float | Array | None,
     sinks: Float[Array, "H"] | None,
+    kv_scales: Float[Array, "N 2 K S"] | None,
     score_fn: Callable[..., Array] | None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """The semantics of `paged_attention` (see there); returns the output and the lse."""
+    if kv_scales is not None:
+        raise NotImplementedError("kv_scales: the xla backend reads no quantised blocks")
     B, T, H, D = q.shape
     K, S = kv_blocks.shape[2:4]
     M = block_tables.shape[1]

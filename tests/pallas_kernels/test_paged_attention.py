@@ -121,6 +121,13 @@ def test_query_dtype_may_differ_from_the_pools(op):
     np.testing.assert_allclose(out, arrays.out, atol=1e-5)  # the same values, summed in float32
 
 
+def test_pool_may_store_head_dim_padded(op):
+    arrays = attention_cases.make(Case(head_dim=12))
+    q, pool, *rest = arrays.args
+    padded = np.pad(pool, [(0, 0)] * 4 + [(0, 4)])
+    np.testing.assert_allclose(op(q, padded, *rest), arrays.out, atol=1e-5)
+
+
 def test_score_fn_may_hide_everything(op):
     arrays = attention_cases.make(Case(kv_lens=(9,), sinks=True))
 

@@ -17,10 +17,25 @@ GOOD = dict(zip(NAMES, ARGS, strict=True))
 REFUSED = [
     ({"q": GOOD["q"].astype(np.float64)}, "q has dtype float64; must be one of float32"),
     ({"q": GOOD["q"][0]}, r"q has shape \(1, 4, 16\); must be \[B, T, H, D\]"),
-    ({"q": GOOD["q"][..., :8]}, "q has head dim 8; must be 16"),
+    (
+        {"q": np.concatenate([GOOD["q"], GOOD["q"]], axis=-1)},
+        "q has head dim 32; must be at most the 16 of kv_blocks",
+    ),
     ({"kv_blocks": GOOD["kv_blocks"][0]}, r"kv_blocks has shape .*; must be \[N, 2, K, S, D\]"),
     ({"kv_blocks": GOOD["kv_blocks"][:, :1]}, "kv_blocks has shape"),
-    ({"kv_blocks": GOOD["kv_blocks"].astype(np.int8)}, "kv_blocks has dtype int8"),
+    ({"kv_blocks": GOOD["kv_blocks"].astype(np.int8)}, "kv_scales is None; a pool of int8 needs"),
+    ({"kv_blocks": GOOD["kv_blocks"].astype(np.int16)}, "kv_blocks has dtype int16"),
+    (
+        {"kv_scales": np.ones(GOOD["kv_blocks"].shape[:4], np.float32)},
+        "kv_scales is given but kv_blocks has dtype float32; only pools of int8 or float8",
+    ),
+    (
+        {
+            "kv_blocks": GOOD["kv_blocks"].astype(np.int8),
+            "kv_scales": np.ones(GOOD["kv_blocks"].shape[:3], np.float32),
+        },
+        r"kv_scales is float32.*; must be float32",
+    ),
     ({"block_tables": np.int32([1, 2])}, r"block_tables has shape \(2,\); must be \[B, M\]"),
     ({"block_tables": np.zeros((3, 2), np.int32)}, r"block_tables has shape \(3, 2\)"),
     ({"kv_lens": np.int32([5])}, r"kv_lens has shape \(1,\); must be \(2,\)"),
