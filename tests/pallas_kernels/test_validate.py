@@ -64,11 +64,6 @@ def test_a_pool_beyond_int32_is_refused():
         check_kv_blocks(jax.ShapeDtypeStruct((2**20, 2, 8, 128, 64), jnp.bfloat16))
 
 
-def test_kv_scales_are_not_implemented():
-    with pytest.raises(NotImplementedError, match="kv_scales"):
-        paged_attention(**GOOD, kv_scales=np.ones((3, 2, 2, 4), np.float32))
-
-
 def test_shapes_are_checked_while_tracing():
     with pytest.raises(ValueError, match="q_lens has shape"):
         jax.eval_shape(paged_attention, **{**GOOD, "q_lens": np.int32([1])})
