@@ -11,14 +11,21 @@ import numpy as np
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+POOL_DTYPES = {"int8": np.int8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
+POOL_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0}
 POISON_ENTRIES = (-1, 2**30)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """The settings of one call; `kv_lens=None` means `ragged_lens(block_size)`."""
+    """The settings of one call; `kv_lens=None` means `ragged_lens(block_size)`.
+
+    With a `kv_dtype` of 8 bits the pool is quantised, a scale a token and head, and the answer is
+    that of the dequantised values; scales in slots that must not be read are `garbage` too.
+    """
 
     dtype: str = "float32"
+    kv_dtype: str | None = None
     block_size: int = 4
     num_kv_heads: int = 2
     group: int = 2
@@ -62,6 +69,16 @@ def alibi(score, row, head, q_pos, k_pos):
     return score - slope * distance + 0.01 * jnp.asarray(row, jnp.float32)
 
 
+def quantize(x: np.ndarray, kv_dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Stored elements and float32 scales, one a vector of the last axis."""
+    x = x.astype(np.float32)
+    scale = np.abs(x).max(axis=-1) / np.float32(POOL_MAX[kv_dtype])
+    stored = x / np.where(scale == 0, 1, scale)[..., None]
+    if kv_dtype == "int8":
+        stored = np.rint(stored)
+    return stored.astype(POOL_DTYPES[kv_dtype]), scale
+
+
 def make(case: Case) -> Arrays:
     """Draw a pool, shuffled tables and queries; fill all that must not be read with garbage."""
     rng = np.random.default_rng(case.seed)
@@ -84,8 +101,15 @@ def make(case: Case) -> Arrays:
             readable[tables[b, position // S], position % S] = True
         poisoned[b, : first // S] = 0
         poisoned[b, -(-kv_lens[b] // S) :] = POISON_ENTRIES[b % 2]
-    garbage = np.asarray(case.garbage).astype(dtype)
-    pool = np.where(readable[:, None, None, :, None], clean, garbage)
+    mask = readable[:, None, None, :]  # [N, 1, 1, S]
+    scales = None
+    if case.kv_dtype is None:
+        pool = np.where(mask[..., None], clean, np.asarray(case.garbage).astype(dtype))
+    else:
+        stored, clean_scales = quantize(clean, case.kv_dtype)
+        clean = stored.astype(np.float64) * clean_scales[..., None]
+        pool = np.where(mask[..., None], stored, _garbage(case, rng, stored.shape))
+        scales = np.where(mask, clean_scales, np.float32(case.garbage))
 
     sinks = rng.normal(size=H).astype(np.float32) if case.sinks else None
     kwargs = {
@@ -95,9 +119,18 @@ def make(case: Case) -> Arrays:
         "sinks": sinks,
         "score_fn": alibi if case.score_fn else None,
     }
+    if scales is not None:
+        kwargs["kv_scales"] = scales
     out, lse = answer(case, q, clean, tables, kv_lens, q_lens, sinks)
     args = (q, pool, poisoned, kv_lens, q_lens)
     return Arrays(args=args, kwargs=kwargs, out=out, lse=lse)
+
+
+def _garbage(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Elements of an 8-bit pool that must not be read: extremes, or NaN where there is one."""
+    if case.kv_dtype == "int8":
+        return rng.choice(np.int8([-128, 127]), shape)
+    return np.full(shape, np.nan, ml_dtypes.float8_e4m3fn)
 
 
 def answer(case: Case, q, pool, tables, kv_lens, q_lens, sinks) -> tuple[np.ndarray, np.ndarray]:
