@@ -1,0 +1,1 @@
+"""Adapters between this library's layouts and calls and those of others."""
