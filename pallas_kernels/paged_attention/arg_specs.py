@@ -19,5 +19,11 @@ HEAD_SHAPES = {
         HeadShape(name="toy", num_heads=4, num_kv_heads=2, head_dim=16),
         HeadShape(name="smollm2", num_heads=9, num_kv_heads=3, head_dim=64),
         HeadShape(name="llama3-8b", num_heads=32, num_kv_heads=8, head_dim=128),
+        # One of eight tensor-parallel shards.
+        HeadShape(name="llama3-70b/8", num_heads=8, num_kv_heads=1, head_dim=128),
+        HeadShape(name="gemma3-1b", num_heads=4, num_kv_heads=1, head_dim=256),
+        HeadShape(name="gemma3-4b", num_heads=8, num_kv_heads=4, head_dim=256),
+        HeadShape(name="gemma3-12b", num_heads=16, num_kv_heads=8, head_dim=256),
+        HeadShape(name="gemma3-27b", num_heads=32, num_kv_heads=16, head_dim=128),
     )
 }
