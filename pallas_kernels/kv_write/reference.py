@@ -2,29 +2,38 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.kv_write.stored import as_stored
 
 
 def kv_write_reference(
-    kv_blocks: Float[Array, "N 2 K S D"],
-    k: Float[Array, "B T K D"],
-    v: Float[Array, "B T K D"],
+    kv_blocks: Shaped[Array, "N 2 K S D"],
+    k: Float[Array, "B T K d"],
+    v: Float[Array, "B T K d"],
     slot_mapping: Int[Array, "B T"],
     q_lens: Int[Array, "B"],
-) -> Float[Array, "N 2 K S D"]:
-    """The semantics of `kv_write` (see there)."""
-    N, _, K, S, D = kv_blocks.shape
+    *,
+    kv_scales: Float[Array, "N 2 K S"] | None,
+) -> tuple[Shaped[Array, "N 2 K S D"], Float[Array, "N 2 K S"] | None]:
+    """The semantics of `kv_write` (see there); returns the pool and its scales, if it has any."""
+    N, _, _, S, D = kv_blocks.shape
     T = k.shape[1]
-    kv = jnp.stack([k, v], axis=2).astype(kv_blocks.dtype)  # [B, T, 2, K, D]
+    kv, scales = as_stored(
+        k, v, head_dim=D, dtype=kv_blocks.dtype, is_quantized=kv_scales is not None
+    )
 
-    def write_token(i, kv_blocks):
+    def write_token(i, pool):
+        kv_blocks, kv_scales = pool
         b, t = i // T, i % T
         slot = slot_mapping[b, t]
         written = (t < q_lens[b]) & (slot >= 0) & (slot < N * S)
-        slot = jnp.where(written, slot, 0)
-        at = (slot // S, 0, 0, slot % S, 0)
-        old = jax.lax.dynamic_slice(kv_blocks, at, (1, 2, K, 1, D))
-        new = jnp.where(written, kv[b, t].reshape(old.shape), old)
-        return jax.lax.dynamic_update_slice(kv_blocks, new, at)
+        block, slot = jnp.where(written, slot, 0) // S, jnp.where(written, slot, 0) % S
+        new = jnp.where(written, kv[b, t], kv_blocks[block, :, :, slot])
+        kv_blocks = kv_blocks.at[block, :, :, slot].set(new)
+        if scales is not None:
+            new = jnp.where(written, scales[b, t], kv_scales[block, :, :, slot])
+            kv_scales = kv_scales.at[block, :, :, slot].set(new)
+        return kv_blocks, kv_scales
 
-    return jax.lax.fori_loop(0, slot_mapping.size, write_token, kv_blocks)
+    return jax.lax.fori_loop(0, slot_mapping.size, write_token, (kv_blocks, kv_scales))
