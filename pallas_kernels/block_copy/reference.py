@@ -1,16 +1,27 @@
-"""`block_copy`, obviously right: one pair after the other."""
+"""Moves of whole blocks, obviously right: one after the other."""
 
 import jax
-from jaxtyping import Array, Int, Shaped
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.block_copy.blocks import Blocks
 
 
-def block_copy_reference(
-    kv_blocks: Shaped[Array, "L P 2 K S D"], src: Int[Array, "C"], dst: Int[Array, "C"]
-) -> Shaped[Array, "L P 2 K S D"]:
-    """The semantics of `block_copy` (see there)."""
+def move_blocks_reference(
+    source: Blocks | None, target: Blocks | None, src: Int[Array, "C"], dst: Int[Array, "C"]
+) -> Blocks:
+    """The semantics of `block_copy`, `block_gather` and `block_scatter` (see `Blocks`)."""
+    if target is None:
+        target = jax.tree.map(
+            lambda x: jnp.zeros((x.shape[0], src.shape[0], *x.shape[2:]), x.dtype), source
+        )
+    assert target is not None
 
-    def copy_pair(i, kv_blocks):
-        block = jax.lax.dynamic_index_in_dim(kv_blocks, src[i], axis=1)  # [L, 1, 2, K, S, D]
-        return jax.lax.dynamic_update_index_in_dim(kv_blocks, block, dst[i], axis=1)
+    def move(i, target):
+        return jax.tree.map(
+            lambda from_, to: to.at[:, dst[i]].set(from_[:, src[i]]),
+            target if source is None else source,
+            target,
+        )
 
-    return jax.lax.fori_loop(0, src.shape[0], copy_pair, kv_blocks)
+    return jax.lax.fori_loop(0, src.shape[0], move, target)
