@@ -1,0 +1,343 @@
+"""The kernel of Mosaic decode: partial results of the work list's items.
+
+One warpgroup only issues copies, into a ring that does not drain between items; the other one
+computes. `full[slot]` says that a tile has arrived, `free[slot]` that it may be overwritten;
+`q_full` and `q_free` say the same of two buffers of queries.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.paged_attention.mosaic_common import (
+    COLUMNS,
+    LOWEST,
+    MATRIX,
+    by_column,
+    dot,
+    filled,
+    kernel_options,
+    row_and_column,
+    store,
+    store_transposed,
+    swizzled,
+)
+from pallas_kernels.paged_attention.mosaic_config import (
+    TILE_ROWS,
+    DecodeGeometry,
+    MosaicDecodeConfig,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Static:
+    """What the kernel is specialised on; letters as in docs/design.md.
+
+    Attributes:
+        geometry: sizes of a tile.
+        config: ring and grid.
+        dtype: of the pool, and of both products' operands.
+        has_window: mask by, and start at, the window.
+        has_soft_cap: bound the scores.
+        interpret: run in Pallas's interpreter.
+    """
+
+    geometry: DecodeGeometry
+    config: MosaicDecodeConfig
+    T: int
+    G: int
+    N: int
+    S: int
+    D: int
+    dtype: Any
+    has_window: bool
+    has_soft_cap: bool
+    interpret: bool
+
+    def dot(self, acc: Array, a: Any, b: Any) -> Array:
+        """acc + a @ b, by the tensor core operation that the configuration names."""
+        return dot(acc, a, b, mma=self.config.mma, interpret=self.interpret)
+
+
+class Inputs(NamedTuple):
+    """The kernel's arguments, in global memory. I items, C thread blocks, R rows of a tile."""
+
+    q: Any  # [B, K/pack, columns, D]
+    kv: Any  # [2N, K*S, D]
+    tables: Any  # i32[B, M]
+    kv_lens: Any  # i32[B], 0 where q_lens is
+    q_lens: Any  # i32[B]
+    window: Any  # i32[1]
+    factors: Any  # f32[2]: of the product, and of the soft cap's tanh
+    items: Any  # i32[I, 4]
+    cta_ptr: Any  # i32[C+1]
+
+
+class Partials(NamedTuple):
+    """What each item leaves for the merge."""
+
+    values: Any  # f32[I, D, columns]
+    sums: Any  # f32[I, columns]
+    tops: Any  # f32[I, columns]
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers."""
+
+    q: Any  # [2, columns, D]
+    kv: Any  # [stages, 2, R, D]
+    p: Any  # [columns, R]
+    q_full: Any  # Barrier[2]
+    q_free: Any
+    full: Any  # Barrier[stages]
+    free: Any
+
+
+class _Item(NamedTuple):
+    """An item of the work list with what its row says; keys first..kv_len-1 are readable."""
+
+    row: Array
+    group: Array
+    lo: Array
+    hi: Array
+    kv_len: Array
+    q_len: Array
+    first: Array
+    window: Array
+
+
+def launch(inputs: Inputs, static: Static) -> Partials:
+    """Run the kernel: one partial result an item."""
+    geometry, stages = static.geometry, static.config.stages
+    columns, D = geometry.columns, static.D
+    num_items, num_ctas = inputs.items.shape[0], inputs.cta_ptr.shape[0] - 1
+    copies = 1 if geometry.blocks_per_tile == 1 else 2 * geometry.blocks_per_tile
+
+    def paged_decode(*refs):
+        num_inputs, num_outputs = len(Inputs._fields), len(Partials._fields)
+        inputs = Inputs(*refs[:num_inputs])
+        partials = Partials(*refs[num_inputs : num_inputs + num_outputs])
+        scratch = _Scratch(*refs[num_inputs + num_outputs :])
+        cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
+        begin, end = inputs.cta_ptr[cta], inputs.cta_ptr[cta + 1]
+        pl.when(warpgroup == 0)(lambda: _consume(begin, end, inputs, partials, scratch, static))
+        pl.when(warpgroup == 1)(lambda: _produce(begin, end, inputs, scratch, static))
+
+    partials = plgpu.kernel(
+        paged_decode,
+        out_type=(
+            jax.ShapeDtypeStruct((num_items, D, columns), jnp.float32),
+            jax.ShapeDtypeStruct((num_items, columns), jnp.float32),
+            jax.ShapeDtypeStruct((num_items, columns), jnp.float32),
+        ),
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=(
+            swizzled((2, columns, D), static.dtype),
+            swizzled((stages, 2, TILE_ROWS, D), static.dtype),
+            swizzled((columns, TILE_ROWS), static.dtype),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+        ),
+        **kernel_options(interpret=static.interpret),
+    )(*inputs)
+    return Partials(*partials)
+
+
+def _read_item(index: Array, inputs: Inputs, static: Static) -> _Item:
+    row, group, lo, hi = (inputs.items[index, field] for field in range(4))
+    kv_len = inputs.kv_lens[row]
+    q_len = inputs.q_lens[row] if static.T > 1 else jnp.int32(1)
+    first = window = jnp.int32(0)
+    if static.has_window:  # the list may have been planned without it
+        window = inputs.window[0]
+        first = jnp.maximum(kv_len - q_len - window + 1, 0)
+        lo = jnp.minimum(jnp.maximum(lo, lax.div(first, static.geometry.tile_tokens)), hi)
+    return _Item(row, group, lo, hi, kv_len, q_len, first, window)
+
+
+def _produce(begin: Array, end: Array, inputs: Inputs, scratch: _Scratch, static: Static):
+    """Copy the queries of each item, and its tiles through the block table."""
+    stages = static.config.stages
+
+    def produce_item(index, issued):  # issued: tiles so far, over all items
+        item = _read_item(index, inputs, static)
+        buffer = lax.rem(index, 2)
+        pl.when(index - begin >= 2)(lambda: plgpu.barrier_wait(scratch.q_free.at[buffer]))
+        plgpu.copy_gmem_to_smem(
+            inputs.q.at[item.row, item.group], scratch.q.at[buffer], scratch.q_full.at[buffer]
+        )
+
+        def produce_tile(tile, issued):
+            slot = lax.rem(issued, stages)
+            ids = _block_ids(tile, item, inputs, static)  # before the wait, which hides them
+            pl.when(issued >= stages)(lambda: plgpu.barrier_wait(scratch.free.at[slot]))
+            _copy_tile(tile, ids, slot, item, inputs, scratch, static)
+            return issued + 1
+
+        return lax.fori_loop(item.lo, item.hi, produce_tile, issued)
+
+    issued = lax.fori_loop(begin, end, produce_item, jnp.int32(0))
+    # Barriers end with nothing left to observe: the interpreter of JAX 0.11 insists.
+    for back in range(stages):
+        slot = lax.rem(issued - 1 - back, stages)
+        pl.when(issued > back)(functools.partial(plgpu.barrier_wait, scratch.free.at[slot]))
+    for back in range(2):
+        buffer = lax.rem(end - 1 - back, 2)
+        pl.when(end - begin > back)(
+            functools.partial(plgpu.barrier_wait, scratch.q_free.at[buffer])
+        )
+
+
+def _block_ids(tile: Array, item: _Item, inputs: Inputs, static: Static) -> list[Array]:
+    """Ids of a tile's blocks; beyond the readable ones, those again: never an unused entry."""
+    S, count = static.S, static.geometry.blocks_per_tile
+    first, last = lax.div(item.first, S), lax.div(item.kv_len - 1, S)
+    if S > TILE_ROWS:
+        columns = [lax.div(tile, S // TILE_ROWS)]
+    else:
+        columns = [tile * count + j for j in range(count)]
+    columns = [jnp.minimum(column, last) for column in columns]
+    if static.has_window:
+        columns = [jnp.maximum(column, first) for column in columns]
+    ids = [inputs.tables[item.row, column] for column in columns]
+    return [jnp.clip(block, 0, static.N - 1) for block in ids]
+
+
+def _copy_tile(tile, ids, slot, item: _Item, inputs: Inputs, scratch: _Scratch, static: Static):
+    """Issue the bulk copies of a tile into a slot of the ring."""
+    rows, full = static.geometry.block_rows, scratch.full.at[slot]
+    start = item.group * (static.S * static.geometry.pack)
+    if static.S > TILE_ROWS:
+        start += lax.rem(tile, static.S // TILE_ROWS) * TILE_ROWS
+    source = pl.ds(start, rows)
+    if len(ids) == 1:  # K and V of a block in one copy
+        both = inputs.kv.at[pl.ds(2 * ids[0], 2), source]  # [2, R, D]
+        plgpu.copy_gmem_to_smem(both, scratch.kv.at[slot], full)
+        return
+    for j, block in enumerate(ids):
+        for which in range(2):
+            target = scratch.kv.at[slot, which, pl.ds(j * rows, rows)]
+            plgpu.copy_gmem_to_smem(inputs.kv.at[2 * block + which, source], target, full)
+
+
+def _consume(
+    begin: Array, end: Array, inputs: Inputs, partials: Partials, scratch: _Scratch, static
+):
+    """Attend to the tiles of each item and write its partial result."""
+    columns = static.geometry.columns
+    factors = inputs.factors[0], inputs.factors[1]
+
+    def consume_item(index, taken):  # taken: tiles so far, over all items
+        item = _read_item(index, inputs, static)
+        buffer = lax.rem(index, 2)
+        plgpu.barrier_wait(scratch.q_full.at[buffer])
+
+        def consume_tile(tile, sums):
+            slot = lax.rem(taken + tile - item.lo, static.config.stages)
+            plgpu.barrier_wait(scratch.full.at[slot])
+            product = static.dot(
+                filled((TILE_ROWS, columns), 0.0),
+                scratch.kv.at[slot, 0],
+                scratch.q.at[buffer].transpose((1, 0)),
+            )
+            scores = _scores(product, tile, item, factors, static)
+            sums = _accumulate(sums, scores, tile, scratch.kv.at[slot, 1], item, scratch, static)
+            plgpu.barrier_arrive(scratch.free.at[slot])
+            return sums
+
+        empty = (
+            filled((static.D, columns), 0.0),
+            filled((TILE_ROWS, columns), 0.0),
+            filled((columns,), LOWEST, COLUMNS),
+        )
+        values, weights, tops = lax.fori_loop(item.lo, item.hi, consume_tile, empty)
+        plgpu.barrier_arrive(scratch.q_free.at[buffer])
+        store(partials.values.at[index], values)
+        store(partials.sums.at[index], weights.sum(axis=0))
+        store(partials.tops.at[index], tops)
+        return taken + item.hi - item.lo
+
+    lax.fori_loop(begin, end, consume_item, jnp.int32(0))
+
+
+def _scores(product, tile, item: _Item, factors, static: Static) -> Array:
+    """Scaled, capped and masked scores in base 2, [R, columns]."""
+    geometry = static.geometry
+    scores = product * factors[0]
+    if static.has_soft_cap:
+        scores = jnp.tanh(scores) * factors[1]
+    row, column = row_and_column((TILE_ROWS, geometry.columns))
+    ahead = _token_of_row(row, static)  # of the key, less that of the query
+    if static.T > 1:
+        ahead -= lax.div(lax.rem(column, geometry.head_columns), static.G)
+    bound = item.kv_len - item.q_len - tile * geometry.tile_tokens
+    seen = ahead <= bound
+    if static.has_window:
+        seen &= ahead > bound - item.window
+    if geometry.pack > 1:
+        row_head = lax.rem(lax.div(row, geometry.block_tokens), geometry.pack)
+        seen &= row_head == lax.div(column, geometry.head_columns)
+    return jnp.where(seen, scores, LOWEST)
+
+
+def _token_of_row(row: Array, static: Static) -> Array:
+    """Token of a tile that a row holds: rows are by block, then by head, then by token."""
+    geometry = static.geometry
+    if geometry.pack == 1:
+        return row
+    tokens = geometry.block_tokens
+    return lax.div(row, geometry.block_rows) * tokens + lax.rem(row, tokens)
+
+
+def _accumulate(sums, scores, tile, v_ref, item: _Item, scratch: _Scratch, static: Static):
+    """One turn of the online softmax: values [D, columns], weights [R, columns], tops [columns].
+
+    The weights are summed over rows once an item; only the maximum is reduced every tile.
+    """
+    values, weights, tops = sums
+    new_tops = jnp.maximum(tops, scores.max(axis=0))
+    decay = jnp.exp2(tops - new_tops)
+    p = jnp.exp2(scores - by_column(new_tops, scores))
+    weights = weights * by_column(decay, weights) + p
+    store_transposed(scratch.p, p.astype(static.dtype))
+    plgpu.commit_smem()
+    _zero_unreadable(v_ref, tile, item, static)
+    values = static.dot(
+        values * by_column(decay, values),
+        v_ref.transpose((1, 0)),
+        scratch.p.transpose((1, 0)),
+    )
+    return values, weights, new_tops
+
+
+def _zero_unreadable(v_ref, tile, item: _Item, static: Static) -> None:
+    """Zero V where nothing may be read: it may hold NaN, and 0 * NaN is NaN."""
+    begin = tile * static.geometry.tile_tokens
+    partial = begin + static.geometry.tile_tokens > item.kv_len
+    if static.has_window:
+        partial |= begin < item.first
+
+    @pl.when(partial)
+    def _():
+        row, _ = row_and_column((TILE_ROWS, 64))
+        token = begin + _token_of_row(row, static)
+        readable = token < item.kv_len
+        if static.has_window:
+            readable &= token >= item.first
+        for start in range(0, static.D, 64):
+            part = v_ref.at[:, pl.ds(start, 64)]
+            value = plgpu.layout_cast(part[...], MATRIX)
+            part[...] = jnp.where(readable, value, jnp.zeros((), static.dtype))
+        plgpu.commit_smem()
