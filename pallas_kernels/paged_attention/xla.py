@@ -13,10 +13,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.paged_attention.tiles import pick_tiles
 from pallas_kernels.paged_attention.validate import clamp_lens
+from pallas_kernels.quantize import dequantize
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -45,6 +46,14 @@ class Sums:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pool:
+    """The blocks that are read, with scales where they hold 8-bit elements."""
+
+    kv_blocks: Shaped[Array, "N 2 K S D"]
+    kv_scales: Float[Array, "N 2 K S"] | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Scoring:
     """How a score is made of a dot product."""
 
@@ -69,8 +78,6 @@ def paged_attention_xla(
     score_fn: Callable[..., Array] | None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """The semantics of `paged_attention` (see there); returns the output and the lse."""
-    if kv_scales is not None:
-        raise NotImplementedError("kv_scales: the xla backend reads no quantised blocks")
     B, T, H, D = q.shape
     K, S = kv_blocks.shape[2:4]
     M = block_tables.shape[1]
@@ -85,10 +92,11 @@ def paged_attention_xla(
         num_kv_heads=K,
         head_dim=D,
         num_scores=T * H,
-        itemsize=kv_blocks.dtype.itemsize,
+        itemsize=kv_blocks.dtype.itemsize if kv_scales is None else 4,  # tiles are dequantised
     )
-    sums = _attend_ends(rows, kv_blocks, scoring)
-    sums = _attend_inner(rows, sums, kv_blocks, scoring, rows_in_tile=tiles.rows, n=tiles.blocks)
+    pool = Pool(kv_blocks, kv_scales)
+    sums = _attend_ends(rows, pool, scoring)
+    sums = _attend_inner(rows, sums, pool, scoring, rows_in_tile=tiles.rows, n=tiles.blocks)
     out, lse = _finish(sums, sinks)
     new = (jnp.arange(T, dtype=jnp.int32) < q_lens[:, None])[:, :, None]  # [B, T, 1]
     out = jnp.where(new[..., None], _heads_last(out), 0.0).astype(q.dtype)
@@ -115,14 +123,14 @@ def _rows(q, block_tables, kv_lens, q_lens, *, window, num_kv_heads, block_size)
     )
 
 
-def _attend_ends(rows: Rows, kv_blocks: Array, scoring: Scoring) -> Sums:
+def _attend_ends(rows: Rows, pool: Pool, scoring: Scoring) -> Sums:
     """Attend to each row's last block and, with a window, to its first."""
-    S = kv_blocks.shape[3]
+    S = pool.kv_blocks.shape[3]
     columns = rows.inner_stop[:, None]  # [B, E]
     if scoring.window is not None:
         first = (rows.start // S)[:, None]
         columns = jnp.concatenate([columns, first], axis=1)
-    k, v = _gather(kv_blocks, jnp.take_along_axis(rows.table, columns, axis=1))
+    k, v = _gather(pool, jnp.take_along_axis(rows.table, columns, axis=1))
     k_pos = _positions(columns, S)
     readable = (k_pos >= rows.start[:, None]) & (k_pos < rows.stop[:, None])
     if scoring.window is not None:  # a first block that is also the last is read once
@@ -135,7 +143,7 @@ def _attend_ends(rows: Rows, kv_blocks: Array, scoring: Scoring) -> Sums:
 
 
 def _attend_inner(
-    rows: Rows, sums: Sums, kv_blocks: Array, scoring: Scoring, *, rows_in_tile: int, n: int
+    rows: Rows, sums: Sums, pool: Pool, scoring: Scoring, *, rows_in_tile: int, n: int
 ) -> Sums:
     """Attend to the blocks between the ends, a few rows at a time, each to its longest."""
     B = rows.row.shape[0]
@@ -151,27 +159,27 @@ def _attend_inner(
         part, before = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, at, R, axis=0), (rows, sums)
         )
-        after = _attend_tiles(part, before, kv_blocks, scoring, n=n)
+        after = _attend_tiles(part, before, pool, scoring, n=n)
         return jax.tree.map(
             lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, at, axis=0), sums, after
         )
 
     if B <= R:
-        sums = _attend_tiles(rows, sums, kv_blocks, scoring, n=n)
+        sums = _attend_tiles(rows, sums, pool, scoring, n=n)
     else:
         sums = jax.lax.fori_loop(0, (B + padding) // R, attend_group, sums)
     return jax.tree.map(lambda x: x[:B], sums)
 
 
-def _attend_tiles(rows: Rows, sums: Sums, kv_blocks: Array, scoring: Scoring, *, n: int) -> Sums:
-    S = kv_blocks.shape[3]
+def _attend_tiles(rows: Rows, sums: Sums, pool: Pool, scoring: Scoring, *, n: int) -> Sums:
+    S = pool.kv_blocks.shape[3]
     num_tiles = -(-jnp.max(rows.inner_stop - rows.inner_start) // n)
 
     def attend_tile(tile, sums):
         columns = rows.inner_start[:, None] + tile * n + jnp.arange(n, dtype=jnp.int32)
         inside = columns < rows.inner_stop[:, None]  # [B, n]
         columns = jnp.where(inside, columns, rows.inner_start[:, None])
-        k, v = _gather(kv_blocks, jnp.take_along_axis(rows.table, columns, axis=1, mode="clip"))
+        k, v = _gather(pool, jnp.take_along_axis(rows.table, columns, axis=1, mode="clip"))
         readable = jnp.repeat(inside, S, axis=1)
         return _attend(sums, rows, k, v, _positions(columns, S), readable, scoring)
 
@@ -182,20 +190,26 @@ def _attend_tiles(rows: Rows, sums: Sums, kv_blocks: Array, scoring: Scoring, *,
 
 
 def _gather(
-    kv_blocks: Float[Array, "N 2 K S D"], blocks: Int[Array, "B n"]
+    pool: Pool, blocks: Int[Array, "B n"]
 ) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"]]:
     """Keys and values of blocks, the ids clamped into the pool."""
-    N, _, K, S, D = kv_blocks.shape
+    N, _, K, S, D = pool.kv_blocks.shape
     B, n = blocks.shape
-    pool = kv_blocks.reshape(N * 2 * K, S * D)
+    heads_of_pool = pool.kv_blocks.reshape(N * 2 * K, S * D)
     heads = jnp.arange(K, dtype=jnp.int32)[:, None]
     index = jnp.clip(blocks, 0, N - 1)[:, None] * (2 * K) + heads  # [B, K, n]
     index = index.reshape(B * K * n)  # one axis, so that it is shared out evenly among the cores
-    k = pool.at[index].get(mode="promise_in_bounds")
-    v = pool.at[index + K].get(mode="promise_in_bounds")
+    k = heads_of_pool.at[index].get(mode="promise_in_bounds")
+    v = heads_of_pool.at[index + K].get(mode="promise_in_bounds")
     # Without the barrier XLA fuses the reshape and copies D instead of S * D elements at a time.
     k, v = jax.lax.optimization_barrier((k, v))
-    return k.reshape(B, K, n * S, D), v.reshape(B, K, n * S, D)
+    k, v = k.reshape(B, K, n * S, D), v.reshape(B, K, n * S, D)
+    if pool.kv_scales is None:
+        return k, v
+    scales = pool.kv_scales.reshape(N * 2 * K, S)
+    k_scale = scales.at[index].get(mode="promise_in_bounds").reshape(B, K, n * S)
+    v_scale = scales.at[index + K].get(mode="promise_in_bounds").reshape(B, K, n * S)
+    return dequantize(k, k_scale, jnp.float32), dequantize(v, v_scale, jnp.float32)
 
 
 def _positions(columns: Int[Array, "B n"], block_size: int) -> Int[Array, "B C"]:
