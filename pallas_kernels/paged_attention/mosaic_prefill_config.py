@@ -17,7 +17,7 @@ class MosaicPrefillConfig:
     Attributes:
         tile_rows: query rows a thread block holds, 64 a consumer warpgroup; a row is one
             (token, query head) pair of a KV head.
-        tile_tokens: KV positions a tile; a multiple of 16.
+        tile_tokens: KV positions a tile.
         num_stages: tiles of K, and of V, in flight or in use.
 
     Raises:
@@ -31,8 +31,8 @@ class MosaicPrefillConfig:
     def __post_init__(self) -> None:
         if self.tile_rows not in (64, 128):
             raise ValueError(f"tile_rows is {self.tile_rows}; must be 64 or 128")
-        if self.tile_tokens < 16 or self.tile_tokens % 16:
-            raise ValueError(f"tile_tokens is {self.tile_tokens}; must be a multiple of 16")
+        if self.tile_tokens not in (64, 128):
+            raise ValueError(f"tile_tokens is {self.tile_tokens}; must be 64 or 128")
         if self.num_stages < 1:
             raise ValueError(f"num_stages is {self.num_stages}; must be at least 1")
 
@@ -48,16 +48,14 @@ class MosaicPrefillConfig:
 
 
 def pick_tile_tokens(block_size: int, head_dim: int) -> int | None:
-    """The most KV positions a tile that are whole blocks, or an even share of one.
+    """The most KV positions a tile that are whole blocks, or an even share of one; else None.
 
     A tile's scores and the output share a warpgroup's registers, so a wide head has fewer.
-    None where no multiple of 16 fits.
 
-    >>> pick_tile_tokens(16, 128), pick_tile_tokens(48, 128), pick_tile_tokens(128, 256)
-    (128, 96, 64)
+    >>> pick_tile_tokens(16, 128), pick_tile_tokens(128, 256), pick_tile_tokens(48, 128)
+    (128, 64, None)
     """
-    most = 128 if head_dim <= 128 else 64
-    for tokens in range(most, 0, -16):
+    for tokens in (128, 64) if head_dim <= 128 else (64,):
         if tokens % block_size == 0 or block_size % tokens == 0:
             return tokens
     return None
@@ -102,6 +100,6 @@ def unsupported_prefill(call: AttentionCall, device: Device) -> str | None:
             f"head_dim {call.head_dim} (must be 64, 128, 192 or 256; store the pool with D padded "
             "to the next of these)"
         )
-    if call.block_size % 8 or pick_tile_tokens(call.block_size, call.head_dim) is None:
-        return f"block_size {call.block_size} (8, 16, 32, 64 and 128 always work)"
+    if call.block_size < 8 or pick_tile_tokens(call.block_size, call.head_dim) is None:
+        return f"block_size {call.block_size} (must be 8, 16, 32 or a multiple of 64)"
     return None

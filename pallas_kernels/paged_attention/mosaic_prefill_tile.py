@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 MATRIX = plgpu.Layout.WGMMA  # registers of a [64, columns] operand or result of a WGMMA
+TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED  # what a transposed view of shared memory can hold
 ROWS = plgpu.Layout.WGMMA.reduce(1)  # registers of a vector with one entry a row of it
 
 
@@ -75,9 +76,9 @@ def mask_scores(s: Array, *, tile_start: Array, positions: Array, window: Array 
 def zero_unread(v_ref: Any, *, tile_start: Array, start: Array, stop: Array) -> None:
     """Zero V outside start..stop-1: it may hold NaN there, and 0 * NaN is NaN."""
     for first_column in range(0, v_ref.shape[1], 64):
-        part = v_ref.at[:, pl.ds(first_column, 64)]
-        v = plgpu.layout_cast(part[...], MATRIX)
-        position = tile_start + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=MATRIX)
+        part = v_ref.at[:, pl.ds(first_column, 64)].transpose((1, 0))  # [64, tokens]
+        v = plgpu.load(part, layout=TRANSPOSED)
+        position = tile_start + plgpu.broadcasted_iota(jnp.int32, v.shape, 1, layout=TRANSPOSED)
         may_read = (position >= start) & (position < stop)
         part[...] = jnp.where(may_read, v, jnp.zeros((), v.dtype))
     plgpu.commit_smem()
