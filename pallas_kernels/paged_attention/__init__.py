@@ -1,5 +1,5 @@
 """Attention over a paged KV pool."""
 
-from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.paged_attention.api import paged_attention, plan_attention
 
-__all__ = ["paged_attention"]
+__all__ = ["paged_attention", "plan_attention"]

@@ -1,17 +1,33 @@
 """`paged_attention`: attention of new tokens over a paged KV pool, on any backend."""
 
+from __future__ import annotations
+
+import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.backends import Backend, pick_backend
+from pallas_kernels.devices import current_device
 from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.validate import check_paged_attention
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
+if TYPE_CHECKING:
+    from pallas_kernels.paged_attention.work import Work
+
+
+def _mosaic() -> Backend:
+    from pallas_kernels.paged_attention import mosaic
+
+    return Backend(run=mosaic.paged_attention_mosaic, unsupported=mosaic.unsupported)
+
+
 BACKENDS = {
+    "mosaic": _mosaic,
     "xla": lambda: Backend(run=paged_attention_xla),
     "reference": lambda: Backend(run=paged_attention_reference),
 }
@@ -31,6 +47,7 @@ def paged_attention(
     kv_scales: Float[Array, "N 2 K S"] | None = None,
     score_fn: Callable[..., Array] | None = None,
     return_lse: bool = False,
+    work: Work | None = None,
     backend: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
@@ -73,6 +90,8 @@ def paged_attention(
         score_fn: elementwise change of the scores, `(score, row, head, q_pos, k_pos) -> score`,
             on arrays that broadcast to the score's shape; it may return -inf.
         return_lse: also return the log of the sum over attended scores, without the sink.
+        work: what `plan_attention` made of the same lengths, once for all layers of a step. Only
+            "mosaic" uses one, and makes its own in each call that brings none.
         backend: "mosaic" (Pallas Mosaic GPU), "triton" (Pallas Triton), "xla" (fast on CPU, runs
             anywhere), "reference" (plain, float32), or None: the best one that takes the call.
             A named backend never falls back to another.
@@ -103,6 +122,8 @@ def paged_attention(
     run = pick_backend("paged_attention", backend, BACKENDS, call, interpret=interpret)
     if head_dim < padded_dim:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, padded_dim - head_dim)))
+    if work is not None and getattr(run, "func", None) is _mosaic().run:
+        run = functools.partial(run, work=work)
     out, lse = run(
         q,
         kv_blocks,
@@ -118,3 +139,45 @@ def paged_attention(
     )
     out = out[..., :head_dim]
     return (out, lse) if return_lse else out
+
+
+def plan_attention(
+    kv_blocks: Shaped[Array, "N 2 K S D"],
+    kv_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    *,
+    num_heads: int,
+    num_new: int,
+    window: int | Array | None = None,
+    backend: str | None = None,
+    interpret: bool = False,
+) -> Work | None:
+    """What the layers of a step can share of `paged_attention`: made once, passed as `work`.
+
+    Args:
+        kv_blocks: the pool; only its shape and dtype matter.
+        kv_lens: positions of context, this step's tokens included, int32.
+        q_lens: new tokens in the row, int32.
+        num_heads: query heads (H).
+        num_new: padded new tokens a row (T).
+        window: the window of all layers; None where they have none or differ.
+        backend: as in `paged_attention`.
+        interpret: likewise.
+
+    Returns:
+        The work list of the mosaic decode kernel, or None where another kernel will run.
+    """
+    device = current_device()
+    if interpret or not device.is_cuda or backend not in (None, "mosaic"):
+        return None
+    from pallas_kernels.paged_attention import mosaic
+
+    return mosaic.plan(
+        kv_blocks,
+        kv_lens,
+        q_lens,
+        num_heads=num_heads,
+        num_new=num_new,
+        window=window,
+        device=device,
+    )

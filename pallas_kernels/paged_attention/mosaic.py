@@ -1,0 +1,106 @@
+"""`paged_attention` in Pallas Mosaic GPU: the decode kernel for few queries, else prefill."""
+
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.devices import H100, Device, current_device
+from pallas_kernels.paged_attention.call import AttentionCall
+from pallas_kernels.paged_attention.mosaic_decode import (
+    paged_attention_mosaic_decode,
+    unsupported_decode,
+)
+from pallas_kernels.paged_attention.mosaic_prefill import (
+    paged_attention_mosaic_prefill,
+    unsupported_prefill,
+)
+from pallas_kernels.paged_attention.work import Work, plan_decode_work
+
+MAX_DECODE_TOKENS = 8  # above, a row's queries fill the tensor core's M side by themselves
+
+
+def unsupported(call: AttentionCall, device: Device) -> str | None:
+    """Why neither kernel can take a call on a device, or None."""
+    if _decodes(call, device):
+        return None
+    reason = unsupported_prefill(call, device)
+    if reason is not None and call.num_new <= MAX_DECODE_TOKENS:
+        return unsupported_decode(call, device)  # what the user would look at first
+    return reason
+
+
+def paged_attention_mosaic(
+    q: Float[Array, "B T H D"],
+    kv_blocks: Float[Array, "N 2 K S D"],
+    block_tables: Int[Array, "B M"],
+    kv_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    *,
+    scale: float | Array,
+    window: int | Array | None,
+    soft_cap: float | Array | None,
+    sinks: Float[Array, "H"] | None,
+    kv_scales: Float[Array, "N 2 K S"] | None,
+    score_fn: None,
+    work: Work | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """The semantics of `paged_attention` (see there), for calls that `unsupported` lets pass."""
+    del score_fn  # refused by `unsupported`
+    call = AttentionCall.of(q, kv_blocks, block_tables, window=window)
+    device = current_device()
+    args = (q, kv_blocks, block_tables, kv_lens, q_lens)
+    options = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "kv_scales": kv_scales,
+        "interpret": interpret,
+    }
+    if _decodes(call, device if device.is_cuda else H100):
+        return paged_attention_mosaic_decode(*args, work=work, **options)
+    return paged_attention_mosaic_prefill(*args, **options)
+
+
+def plan(
+    kv_blocks: Shaped[Array, "N 2 K S D"],
+    kv_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    *,
+    num_heads: int,
+    num_new: int,
+    window: int | Array | None,
+    device: Device,
+) -> Work | None:
+    """The work list of a step's decode calls, or None where the decode kernel will not run."""
+    num_blocks, _, num_kv_heads, block_size, head_dim = kv_blocks.shape
+    kv_dtype = str(kv_blocks.dtype)
+    call = AttentionCall(
+        num_rows=kv_lens.shape[0],
+        num_new=num_new,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        table_width=1,
+        num_blocks=num_blocks,
+        q_dtype=kv_dtype,
+        kv_dtype=kv_dtype,
+    )
+    if not _decodes(call, device):
+        return None
+    return plan_decode_work(
+        kv_lens,
+        q_lens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        kv_dtype=kv_dtype,
+        num_new=num_new,
+        device=device,
+        window=window,
+    )
+
+
+def _decodes(call: AttentionCall, device: Device) -> bool:
+    return call.num_new <= MAX_DECODE_TOKENS and unsupported_decode(call, device) is None
