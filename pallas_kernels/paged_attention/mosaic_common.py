@@ -8,10 +8,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-# A [rows, columns] value as the tensor core returns it, and a vector of one value a column.
+# A [rows, columns] value as the tensor core returns it, and vectors of one value a column or row.
 MATRIX = plgpu.Layout.WGMMA
 MATRIX_TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+ROWS = plgpu.Layout.WGMMA.reduce(1)
 # Stands in for -inf, so that differences of two of them are 0 and not NaN.
 LOWEST = -1e30
 
@@ -25,10 +26,13 @@ def kernel_options(*, interpret: bool) -> dict[str, Any]:
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the tiles of 8 rows x 128 bytes that copies and tensor core agree on."""
+    """Shared memory in the tiles of 8 x 64 elements that copies and the tensor core agree on.
+
+    The last axis is a multiple of 64.
+    """
     # Both classes are complete at run time; their stubs look abstract to pyright.
-    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))  # pyright: ignore
-    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore
+    tiling = plgpu.TilingTransform((8, 64))  # pyright: ignore
+    swizzle = plgpu.SwizzleTransform(64 * jnp.dtype(dtype).itemsize)  # pyright: ignore
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
@@ -58,6 +62,11 @@ def filled(shape: tuple[int, ...], value: float, layout: Any = MATRIX) -> Array:
 def by_column(vector: Array, like: Array) -> Array:
     """Repeat a vector of columns over the rows of `like`."""
     return lax.broadcast_in_dim(vector, like.shape, (1,))
+
+
+def by_row(vector: Array, like: Array) -> Array:
+    """Repeat a vector of rows over the columns of `like`."""
+    return lax.broadcast_in_dim(vector, like.shape, (0,))
 
 
 def row_and_column(shape: tuple[int, int]) -> tuple[Array, Array]:

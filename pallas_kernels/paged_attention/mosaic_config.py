@@ -114,11 +114,12 @@ def pick_mosaic_decode_config(call: AttentionCall, device: Device) -> MosaicDeco
     """
     blocks = max(1, TILE_ROWS // call.block_size)
     limit = max(1, PACKED_COLUMNS // _head_columns(call))
+    if call.is_quantized and call.block_size * limit < 32:
+        limit = 32 // call.block_size  # the scales of a block are copied 128 bytes at a time
     pack = math.gcd(call.num_kv_heads, blocks, limit)
     columns = pack * _head_columns(call)
-    resident = (
-        2 if THREADS * 2 * register_estimate(call.head_dim, columns) <= REGISTERS_PER_SM else 1
-    )
+    registers = THREADS * register_estimate(call, columns)
+    resident = 2 if 2 * registers <= REGISTERS_PER_SM else 1
     while True:
         budget = min(device.smem_per_sm // resident - SYSTEM_SMEM, device.smem_per_block)
         stages = (budget - _fixed_bytes(call, columns)) // tile_bytes(call)
@@ -137,7 +138,7 @@ def resident_ctas(call: AttentionCall, config: MosaicDecodeConfig, device: Devic
     """Thread blocks a multiprocessor holds, by the model."""
     columns = config.pack * _head_columns(call)
     smem = smem_bytes(call, config) + SYSTEM_SMEM
-    by_registers = REGISTERS_PER_SM // (THREADS * register_estimate(call.head_dim, columns))
+    by_registers = REGISTERS_PER_SM // (THREADS * register_estimate(call, columns))
     return min(device.smem_per_sm // smem, by_registers)
 
 
@@ -153,14 +154,18 @@ def smem_bytes(call: AttentionCall, config: MosaicDecodeConfig) -> int:
 
 
 def tile_bytes(call: AttentionCall) -> int:
-    """Bytes of a tile of K and V in the ring."""
-    return 2 * TILE_ROWS * call.head_dim * jnp.dtype(call.kv_dtype).itemsize
+    """Bytes of a tile of K and V in the ring, with scales."""
+    scales = 4 if call.is_quantized else 0
+    return 2 * TILE_ROWS * (call.head_dim * jnp.dtype(call.kv_dtype).itemsize + scales)
 
 
-def register_estimate(head_dim: int, columns: int) -> int:
+def register_estimate(call: AttentionCall, columns: int) -> int:
     """Registers a thread, fitted to ptxas's reports over D 64..256 and 8..64 columns."""
-    accumulators = (head_dim + 2 * TILE_ROWS) * columns / 128  # output, scores, sums
-    return min(255, 8 * math.ceil((56 + 1.5 * accumulators) / 8))
+    accumulators = (call.head_dim + 2 * TILE_ROWS) * columns / 128  # output, scores, sums
+    registers = 56 + 1.5 * accumulators
+    if call.is_quantized:
+        registers += 3 / 8 * (call.head_dim - 64)
+    return min(255, 8 * math.ceil(registers / 8))
 
 
 def _head_columns(call: AttentionCall) -> int:
@@ -168,5 +173,9 @@ def _head_columns(call: AttentionCall) -> int:
 
 
 def _fixed_bytes(call: AttentionCall, columns: int) -> int:
-    """All but the ring: two buffers of queries, the probabilities, barriers and reductions."""
-    return 2 * (2 * columns * call.head_dim + columns * TILE_ROWS) + 4096
+    """All but the ring: two buffers of queries, the probabilities, barriers and reductions.
+
+    An 8-bit pool has a tile of K or V in 16 bits, too.
+    """
+    wide = TILE_ROWS * call.head_dim if call.is_quantized else 0
+    return 2 * (2 * columns * call.head_dim + columns * TILE_ROWS + wide) + 4096

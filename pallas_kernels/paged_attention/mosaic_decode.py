@@ -37,8 +37,16 @@ from pallas_kernels.paged_attention.mosaic_merge import merge_partials
 from pallas_kernels.paged_attention.validate import clamp_lens
 from pallas_kernels.paged_attention.work import Work, plan_work
 
-KV_DTYPES = ("bfloat16", "float16")
+# What the pool's elements are multiplied as. From int8 to bfloat16 there is a short path, from
+# float8_e4m3fn to float16 an instruction; both are exact.
+PRODUCT_DTYPES = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "int8": "bfloat16",
+    "float8_e4m3fn": "float16",
+}
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+MIN_SCALES = 32  # copies of scales go to multiples of 128 bytes of shared memory
 INTERPRETED_CTAS = 3  # the interpreter runs them one after the other
 LOG2_E = math.log2(math.e)
 
@@ -49,9 +57,7 @@ def unsupported_decode(call: AttentionCall, device: Device) -> str | None:
         return "score_fn is not supported"
     if device.compute_capability is None or device.compute_capability[0] < 9:
         return f"needs compute capability 9.0 or later (here: {device.compute_capability})"
-    if call.is_quantized:
-        return f"kv_blocks of {call.kv_dtype} are not supported"
-    if call.kv_dtype not in KV_DTYPES:
+    if call.kv_dtype not in PRODUCT_DTYPES:
         return f"kv_blocks are {call.kv_dtype}; the tensor core transposes V only in 16-bit types"
     if call.head_dim % 64 or call.head_dim > 256:
         return (
@@ -66,7 +72,13 @@ def unsupported_decode(call: AttentionCall, device: Device) -> str | None:
             f"{call.num_new} new tokens of {call.group} query heads a key/value head; "
             f"their product must be at most {columns} at head_dim {call.head_dim}"
         )
-    need = smem_bytes(call, pick_mosaic_decode_config(call, device))
+    config = pick_mosaic_decode_config(call, device)
+    if call.is_quantized and decode_geometry(call, config).block_rows < MIN_SCALES:
+        return (
+            f"8-bit blocks of {call.block_size} tokens and {call.num_kv_heads} key/value heads; "
+            f"adjacent heads must fill up {MIN_SCALES} rows (use blocks of 32 tokens or more)"
+        )
+    need = smem_bytes(call, config)
     if need > device.smem_per_block:
         return f"needs {need} bytes of shared memory; {device.kind} has {device.smem_per_block}"
     return None
@@ -91,7 +103,8 @@ def paged_attention_mosaic_decode(
     """The semantics of `paged_attention` (see there), for T * H / K up to 64.
 
     Args:
-        q: as there, like all arguments not named here; multiplied in the pool's dtype.
+        q: as there, like all arguments not named here; multiplied in the pool's dtype, or
+                for an 8-bit pool in that of `PRODUCT_DTYPES`.
         work: the step's work list (`plan_decode_work`); made here when None.
         config: tile shapes and grid; by `pick_mosaic_decode_config` when None.
         interpret: run in Pallas's interpreter with its race detector.
@@ -107,8 +120,8 @@ def paged_attention_mosaic_decode(
     device = current_device()
     device = device if device.is_cuda else H100
     reason = unsupported_decode(call, device)
-    if reason is not None or kv_scales is not None:
-        raise NotImplementedError(f"mosaic decode: {reason or 'kv_scales are not supported'}")
+    if reason is not None:
+        raise NotImplementedError(f"mosaic decode: {reason}")
     if config is None:
         config = pick_mosaic_decode_config(call, device)
         if interpret:
@@ -134,7 +147,8 @@ def paged_attention_mosaic_decode(
         N=N,
         S=S,
         D=D,
-        dtype=kv_blocks.dtype,
+        dtype=jnp.dtype(PRODUCT_DTYPES[call.kv_dtype]),
+        pool_dtype=kv_blocks.dtype,
         has_window=window is not None,
         has_soft_cap=soft_cap is not None,
         interpret=interpret,
@@ -149,6 +163,7 @@ def paged_attention_mosaic_decode(
         factors=_factors(scale, soft_cap),
         items=work.items,
         cta_ptr=work.cta_ptr,
+        scales=None if kv_scales is None else kv_scales.reshape(2 * N, K * S),
     )
     partials = launch(inputs, static)
     out, lse = merge_partials(

@@ -20,10 +20,13 @@ from pallas_kernels.paged_attention.mosaic_common import (
     COLUMNS,
     LOWEST,
     MATRIX,
+    ROWS,
     by_column,
+    by_row,
     dot,
     filled,
     kernel_options,
+    load,
     row_and_column,
     store,
     store_transposed,
@@ -35,6 +38,9 @@ from pallas_kernels.paged_attention.mosaic_config import (
     MosaicDecodeConfig,
 )
 
+# Weights times the scales of an 8-bit pool are float16: kept well above its smallest numbers.
+VALUE_BOOST = 256.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Static:
@@ -43,7 +49,8 @@ class Static:
     Attributes:
         geometry: sizes of a tile.
         config: ring and grid.
-        dtype: of the pool, and of both products' operands.
+        dtype: of both products' operands.
+        pool_dtype: of the pool: the same, or one of 8 bits.
         has_window: mask by, and start at, the window.
         has_soft_cap: bound the scores.
         interpret: run in Pallas's interpreter.
@@ -57,9 +64,15 @@ class Static:
     S: int
     D: int
     dtype: Any
+    pool_dtype: Any
     has_window: bool
     has_soft_cap: bool
     interpret: bool
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the pool has scales."""
+        return self.dtype != self.pool_dtype
 
     def dot(self, acc: Array, a: Any, b: Any) -> Array:
         """acc + a @ b, by the tensor core operation that the configuration names."""
@@ -78,6 +91,7 @@ class Inputs(NamedTuple):
     factors: Any  # f32[2]: of the product, and of the soft cap's tanh
     items: Any  # i32[I, 4]
     cta_ptr: Any  # i32[C+1]
+    scales: Any = None  # f32[2N, K*S] of an 8-bit pool
 
 
 class Partials(NamedTuple):
@@ -98,6 +112,8 @@ class _Scratch(NamedTuple):
     q_free: Any
     full: Any  # Barrier[stages]
     free: Any
+    scales: Any = None  # [stages, 2, R] of an 8-bit pool
+    wide: Any = None  # [R, D], K or V of its tile at work in 16 bits
 
 
 class _Item(NamedTuple):
@@ -119,9 +135,22 @@ def launch(inputs: Inputs, static: Static) -> Partials:
     columns, D = geometry.columns, static.D
     num_items, num_ctas = inputs.items.shape[0], inputs.cta_ptr.shape[0] - 1
     copies = 1 if geometry.blocks_per_tile == 1 else 2 * geometry.blocks_per_tile
+    operands = [operand for operand in inputs if operand is not None]
+    scratch_types = [
+        swizzled((2, columns, D), static.dtype),
+        swizzled((stages, 2, TILE_ROWS, D), static.pool_dtype),
+        swizzled((columns, TILE_ROWS), static.dtype),
+        plgpu.Barrier(num_barriers=2),
+        plgpu.Barrier(num_barriers=2),
+        plgpu.Barrier(num_arrivals=copies * (2 if static.is_quantized else 1), num_barriers=stages),
+        plgpu.Barrier(num_barriers=stages),
+    ]
+    if static.is_quantized:
+        scratch_types.append(plgpu.SMEM((stages, 2, TILE_ROWS), jnp.float32))
+        scratch_types.append(swizzled((TILE_ROWS, D), static.dtype))
 
     def paged_decode(*refs):
-        num_inputs, num_outputs = len(Inputs._fields), len(Partials._fields)
+        num_inputs, num_outputs = len(operands), len(Partials._fields)
         inputs = Inputs(*refs[:num_inputs])
         partials = Partials(*refs[num_inputs : num_inputs + num_outputs])
         scratch = _Scratch(*refs[num_inputs + num_outputs :])
@@ -141,17 +170,9 @@ def launch(inputs: Inputs, static: Static) -> Partials:
         grid_names=("cta",),
         num_threads=2,
         thread_name="warpgroup",
-        scratch_types=(
-            swizzled((2, columns, D), static.dtype),
-            swizzled((stages, 2, TILE_ROWS, D), static.dtype),
-            swizzled((columns, TILE_ROWS), static.dtype),
-            plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
-        ),
+        scratch_types=scratch_types,
         **kernel_options(interpret=static.interpret),
-    )(*inputs)
+    )(*operands)
     return Partials(*partials)
 
 
@@ -223,13 +244,17 @@ def _copy_tile(tile, ids, slot, item: _Item, inputs: Inputs, scratch: _Scratch, 
         start += lax.rem(tile, static.S // TILE_ROWS) * TILE_ROWS
     source = pl.ds(start, rows)
     if len(ids) == 1:  # K and V of a block in one copy
-        both = inputs.kv.at[pl.ds(2 * ids[0], 2), source]  # [2, R, D]
-        plgpu.copy_gmem_to_smem(both, scratch.kv.at[slot], full)
+        both = pl.ds(2 * ids[0], 2)
+        plgpu.copy_gmem_to_smem(inputs.kv.at[both, source], scratch.kv.at[slot], full)
+        if static.is_quantized:
+            plgpu.copy_gmem_to_smem(inputs.scales.at[both, source], scratch.scales.at[slot], full)
         return
     for j, block in enumerate(ids):
         for which in range(2):
-            target = scratch.kv.at[slot, which, pl.ds(j * rows, rows)]
-            plgpu.copy_gmem_to_smem(inputs.kv.at[2 * block + which, source], target, full)
+            here, there = (2 * block + which, source), (slot, which, pl.ds(j * rows, rows))
+            plgpu.copy_gmem_to_smem(inputs.kv.at[*here], scratch.kv.at[*there], full)
+            if static.is_quantized:
+                plgpu.copy_gmem_to_smem(inputs.scales.at[*here], scratch.scales.at[*there], full)
 
 
 def _consume(
@@ -249,11 +274,13 @@ def _consume(
             plgpu.barrier_wait(scratch.full.at[slot])
             product = static.dot(
                 filled((TILE_ROWS, columns), 0.0),
-                scratch.kv.at[slot, 0],
+                _operand(slot, 0, scratch, static),
                 scratch.q.at[buffer].transpose((1, 0)),
             )
+            if static.is_quantized:
+                product *= by_row(load(scratch.scales.at[slot, 0], ROWS), product)
             scores = _scores(product, tile, item, factors, static)
-            sums = _accumulate(sums, scores, tile, scratch.kv.at[slot, 1], item, scratch, static)
+            sums = _accumulate(sums, scores, tile, slot, item, scratch, static)
             plgpu.barrier_arrive(scratch.free.at[slot])
             return sums
 
@@ -264,6 +291,8 @@ def _consume(
         )
         values, weights, tops = lax.fori_loop(item.lo, item.hi, consume_tile, empty)
         plgpu.barrier_arrive(scratch.q_free.at[buffer])
+        if static.is_quantized:
+            values *= 1 / VALUE_BOOST
         store(partials.values.at[index], values)
         store(partials.sums.at[index], weights.sum(axis=0))
         store(partials.tops.at[index], tops)
@@ -301,7 +330,20 @@ def _token_of_row(row: Array, static: Static) -> Array:
     return lax.div(row, geometry.block_rows) * tokens + lax.rem(row, tokens)
 
 
-def _accumulate(sums, scores, tile, v_ref, item: _Item, scratch: _Scratch, static: Static):
+def _operand(slot, which: int, scratch: _Scratch, static: Static) -> Any:
+    """K (0) or V (1) of a tile as the tensor core takes it: [R, D] of 16 bits."""
+    ref = scratch.kv.at[slot, which]
+    if not static.is_quantized:
+        return ref
+    for start in range(0, static.D, 64):  # in parts, to need fewer registers
+        part = pl.ds(start, 64)
+        value = load(ref.at[:, part], plgpu.Layout.WGMMA_UPCAST_4X)
+        scratch.wide[:, part] = value.astype(static.dtype)
+    plgpu.commit_smem()
+    return scratch.wide
+
+
+def _accumulate(sums, scores, tile, slot, item: _Item, scratch: _Scratch, static: Static):
     """One turn of the online softmax: values [D, columns], weights [R, columns], tops [columns].
 
     The weights are summed over rows once an item; only the maximum is reduced every tile.
@@ -311,8 +353,15 @@ def _accumulate(sums, scores, tile, v_ref, item: _Item, scratch: _Scratch, stati
     decay = jnp.exp2(tops - new_tops)
     p = jnp.exp2(scores - by_column(new_tops, scores))
     weights = weights * by_column(decay, weights) + p
+    if static.is_quantized:
+        token = _token_of_row(
+            plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS,), 0, layout=ROWS), static
+        )
+        scales = load(scratch.scales.at[slot, 1], ROWS) * VALUE_BOOST
+        p *= by_row(jnp.where(_readable(token, tile, item, static), scales, 0.0), p)
     store_transposed(scratch.p, p.astype(static.dtype))
     plgpu.commit_smem()
+    v_ref = _operand(slot, 1, scratch, static)
     _zero_unreadable(v_ref, tile, item, static)
     values = static.dot(
         values * by_column(decay, values),
@@ -320,6 +369,15 @@ def _accumulate(sums, scores, tile, v_ref, item: _Item, scratch: _Scratch, stati
         scratch.p.transpose((1, 0)),
     )
     return values, weights, new_tops
+
+
+def _readable(token, tile, item: _Item, static: Static) -> Array:
+    """Whether tokens of a tile lie within the row's context and not before its window."""
+    token += tile * static.geometry.tile_tokens
+    readable = token < item.kv_len
+    if static.has_window:
+        readable &= token >= item.first
+    return readable
 
 
 def _zero_unreadable(v_ref, tile, item: _Item, static: Static) -> None:
@@ -332,10 +390,7 @@ def _zero_unreadable(v_ref, tile, item: _Item, static: Static) -> None:
     @pl.when(partial)
     def _():
         row, _ = row_and_column((TILE_ROWS, 64))
-        token = begin + _token_of_row(row, static)
-        readable = token < item.kv_len
-        if static.has_window:
-            readable &= token >= item.first
+        readable = _readable(_token_of_row(row, static), tile, item, static)
         for start in range(0, static.D, 64):
             part = v_ref.at[:, pl.ds(start, 64)]
             value = plgpu.layout_cast(part[...], MATRIX)
