@@ -7,6 +7,8 @@ from jaxtyping import Array, Float, Shaped
 
 # The largest stored magnitude. int8's -128 is not used, so that the range is symmetric.
 MAX_STORED = {"int8": 127.0, "float8_e4m3fn": 448.0}
+# Sums with it have no bits for a fraction: adding and subtracting rounds, ties to even.
+ROUNDING = 1.5 * 2**23
 SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # its reciprocal is finite too
 
 
@@ -39,34 +41,43 @@ def quantize(
     if dtype.name not in MAX_STORED:
         raise ValueError(f"dtype is {dtype.name}; must be {' or '.join(MAX_STORED)}")
     x = x.astype(jnp.float32)
-    scale, factor = scale_and_factor(jnp.abs(x).max(axis=-1), jnp.isfinite(x).all(axis=-1), dtype)
+    scale, factor = scale_and_factor(magnitude(x).max(axis=-1), dtype)
     return store(x, factor[..., None], dtype), scale
 
 
-def scale_and_factor(top: Array, is_finite: Array, dtype: Any) -> tuple[Array, Array]:
-    """The scale of vectors, and what their elements are multiplied by before they are stored.
+# The steps of `quantize`, of operations that Pallas kernels have too: every backend rounds alike.
 
-    Shared with the kernels, so that every backend rounds alike.
+
+def magnitude(x: Array) -> Array:
+    """|x|, and infinity for a NaN: a maximum of magnitudes then tells whether all are finite."""
+    return jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.float32(jnp.inf))
+
+
+def scale_and_factor(top: Array, dtype: Any) -> tuple[Array, Array]:
+    """Scales, and what elements are multiplied by to be stored (0: they are stored as 0).
 
     Args:
-        top: largest magnitude of each vector, float32.
-        is_finite: whether all elements of each vector are.
+        top: the largest `magnitude` of each vector, float32.
         dtype: of the stored elements.
     """
+    is_finite = top < jnp.float32(jnp.inf)
     scale = top * jnp.float32(1 / MAX_STORED[jnp.dtype(dtype).name])
-    is_normal = is_finite & (scale >= SMALLEST_SCALE)
+    is_normal = is_finite & (scale >= jnp.float32(SMALLEST_SCALE))
     factor = jnp.where(is_normal, 1.0 / jnp.where(is_normal, scale, 1.0), 0.0)
-    return jnp.where(is_finite, jnp.where(is_normal, scale, 0.0), jnp.nan), factor
+    scale = jnp.where(is_normal, scale, 0.0)
+    return jnp.where(is_finite, scale, jnp.float32(jnp.nan)), factor
 
 
 def store(x: Array, factor: Array, dtype: Any) -> Array:
-    """Elements of finite vectors as they are stored; those of vectors that are not become 0."""
+    """Elements as they are stored: scaled, rounded and cast."""
     dtype = jnp.dtype(dtype)
     limit = MAX_STORED[dtype.name]
     # A NaN or infinity times 0 is NaN: it must not reach the cast, which leaves its value open.
     scaled = jnp.where(factor > 0, x, 0.0) * factor
     scaled = jnp.clip(scaled, -limit, limit)  # casts to e4m3 overflow to NaN
-    return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype)
+    if dtype == jnp.int8:
+        scaled = (scaled + ROUNDING) - ROUNDING
+    return scaled.astype(dtype)
 
 
 def dequantize(

@@ -17,7 +17,15 @@ from pallas_kernels.paged_attention.validate import (
     is_concrete,
 )
 
+
+def _triton() -> Backend:
+    from pallas_kernels.kv_write import triton
+
+    return Backend(run=triton.kv_write_triton, unsupported=triton.unsupported)
+
+
 BACKENDS = {
+    "triton": _triton,
     "xla": lambda: Backend(run=kv_write_xla),
     "reference": lambda: Backend(run=kv_write_reference),
 }

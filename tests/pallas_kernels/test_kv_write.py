@@ -11,7 +11,7 @@ from pallas_kernels.kv_write import kv_write
 from pallas_kernels.kv_write.xla import _write_loop, _write_scatter
 from pallas_kernels.quantize import quantize
 
-BACKENDS = ("reference", "xla")
+BACKENDS = ("reference", "xla", "triton")
 POOL_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 QUANTIZED = ("int8", "float8_e4m3fn")
 jitted = jax.jit(kv_write, static_argnames=("backend", "interpret"))
