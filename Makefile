@@ -6,8 +6,11 @@ PY := $(VENV)/bin/python
 RUFF := $(VENV)/bin/ruff
 JOBS ?= 2
 PYTEST_ARGS ?=
+JAX ?= 0.12.0.1
+REPORT ?= results/compile_report-$(JAX)
+REPORT_ARGS ?=
 
-.PHONY: help demo install dev test lint types unit test-all test-sampled test-long test-min fmt bench clean
+.PHONY: help demo install dev test lint types unit test-all test-sampled test-long test-min compile-report fmt bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +46,11 @@ test-long: dev ## part of test-all: every combination, the weights' long runs
 test-min: ## the sampled tests on the oldest JAX that is supported
 	$(MAKE) unit VENV=.venv-min CONSTRAINTS=constraints-min.txt
 
+compile-report: ## the GPU kernels, compiled without a GPU and counted (JAX=0.11.2: another version)
+	@PYTHON="$(PYTHON)" scripts/aot/make_venv.sh .venv-aot $(JAX)
+	.venv-aot/bin/python -m paged_jax_scripts.compile_report --jobs=$(JOBS) \
+	  --diff=docs/compile_report.json --out=$(REPORT).md --json=$(REPORT).json $(REPORT_ARGS)
+
 fmt: dev ## format and fix what ruff can fix
 	$(RUFF) format .
 	$(RUFF) check --fix .
@@ -52,4 +60,4 @@ bench: install ## the benchmarks of this machine (minutes)
 	$(PY) scripts/bench_attention.py
 
 clean: ## remove environments and caches of the checkout (not the converted weights)
-	rm -rf .venv .venv-min .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-min .venv-aot .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -18,7 +18,7 @@ from absl import app, flags
 from paged_jax_scripts.aot import cases, gates, table
 from paged_jax_scripts.aot.diff import diff_lines
 from paged_jax_scripts.aot.kernels import tool_version
-from paged_jax_scripts.aot.runner import Results, run_all
+from paged_jax_scripts.aot.runner import run_all
 from paged_jax_scripts.aot.targets import TARGETS
 
 _GPUS = flags.DEFINE_list("gpus", list(TARGETS), "GPUs to compile for")
@@ -45,16 +45,18 @@ def choose_cases(words: list[str]) -> list[cases.Case]:
     return chosen
 
 
-def summarize(results: Results, violations: list[str]) -> dict[str, Any]:
-    """The report as data."""
+def versions() -> dict[str, Any]:
+    """What the figures depend on.
+
+    Raises:
+        FileNotFoundError: CUDA's compiler or disassembler is not there.
+    """
     return {
         "schema": 1,
         "date": datetime.date.today().isoformat(),
         "jax": importlib.metadata.version("jax"),
         "ptxas": tool_version("ptxas"),
         "nvdisasm": tool_version("nvdisasm"),
-        "violations": violations,
-        "results": results,
     }
 
 
@@ -96,9 +98,14 @@ def main(argv: list[str]) -> None:
     if unknown:
         raise app.UsageError(f"--gpus names {unknown}; must be of {list(TARGETS)}")
     chosen, start = choose_cases(_KERNELS.value), time.monotonic()
+    try:
+        made_with = versions()
+    except FileNotFoundError as error:
+        print(f"error: {error}; run `make compile-report`", file=sys.stderr)
+        sys.exit(2)
     results = run_all(_GPUS.value, chosen, jobs=_JOBS.value, report=lambda x: print(x, flush=True))
     violations = [line for gpu in _GPUS.value for line in gates.check(gpu, chosen, results[gpu])]
-    report = summarize(results, violations)
+    report = {**made_with, "violations": violations, "results": results}
     if _DIFF.value is not None and Path(_DIFF.value).is_file():
         changed = diff_lines(json.loads(Path(_DIFF.value).read_text()), report)
         print(f"{len(changed)} figures differ from {_DIFF.value}")

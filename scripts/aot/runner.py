@@ -71,19 +71,20 @@ def _run_group(gpu: str, keys: list[str], finish: Callable[[str, str, dict], Non
     command = [sys.executable, "-m", "paged_jax_scripts.aot.worker", gpu, str(folder), *keys]
     errors = folder / "worker.txt"
     try:
-        with errors.open("w") as stderr:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
-        assert process.stdout is not None
-        for line in process.stdout:
-            if not line.startswith("{"):
-                continue  # what a compiler prints
-            facts = json.loads(line)
-            key = facts.pop("key")
-            left.remove(key)
-            finish(gpu, key, facts)
-        code, last = process.wait(), errors.read_text(errors="replace").strip()[-400:]
+        with (
+            errors.open("w") as stderr,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+        ):
+            for line in process.stdout or ():
+                if not line.startswith("{"):
+                    continue  # what a compiler prints
+                facts = json.loads(line)
+                key = facts.pop("key")
+                left.remove(key)
+                finish(gpu, key, facts)
+        last = errors.read_text(errors="replace").strip()[-400:]
         for key in left:
-            reason = f"the worker ended with code {code}: {last}"
+            reason = f"the worker ended with code {process.returncode}: {last}"
             finish(gpu, key, {"status": "crashed", "reason": reason})
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -143,9 +143,12 @@ def parse_blocks(text: str) -> list[BasicBlock]:
 
 
 def all_instructions(blocks: list[BasicBlock]) -> list[Instruction]:
-    """Every instruction but the padding (NOP, and the branch to itself) after the last exit."""
-    everything = [x for block in blocks for x in block.instructions]
-    while everything and (everything[-1].opcode == "NOP" or everything[-1].opcode == "BRA"):
+    """Every instruction but the padding after the last exit: a branch to itself, and NOPs."""
+    everything = []
+    for index, block in enumerate(blocks):
+        if not (len(block.instructions) == 1 and block.successors == [index]):
+            everything += block.instructions
+    while everything and everything[-1].opcode == "NOP":
         everything.pop()
     return everything
 
