@@ -73,7 +73,9 @@ def unsupported_decode(call: AttentionCall, device: Device) -> str | None:
             f"their product must be at most {columns} at head_dim {call.head_dim}"
         )
     config = pick_mosaic_decode_config(call, device)
-    if call.is_quantized and decode_geometry(call, config).block_rows < MIN_SCALES:
+    geometry = decode_geometry(call, config)
+    too_wide = geometry.columns * call.head_dim > MAX_ACCUMULATOR
+    if call.is_quantized and (geometry.block_rows < MIN_SCALES or too_wide):
         return (
             f"8-bit blocks of {call.block_size} tokens and {call.num_kv_heads} key/value heads; "
             f"adjacent heads must fill up {MIN_SCALES} rows (use blocks of 32 tokens or more)"
@@ -111,7 +113,7 @@ def paged_attention_mosaic_decode(
 
     Raises:
         NotImplementedError: the call is none that `unsupported_decode` lets pass.
-        ValueError: `work` was planned for other shapes.
+        ValueError: `work` was planned for other shapes, or for a window that is not given here.
     """
     B, T, H, D = q.shape
     N, _, K, S, _ = kv_blocks.shape
@@ -138,7 +140,7 @@ def paged_attention_mosaic_decode(
             num_ctas=config.num_ctas,
             window=window,
         )
-    _check_work(work, geometry, num_rows=B)
+    _check_work(work, geometry, num_rows=B, window=window)
     static = Static(
         geometry=geometry,
         config=config,
@@ -178,13 +180,17 @@ def paged_attention_mosaic_decode(
     return _new_tokens(out, lse, q_lens, shape=q.shape)
 
 
-def _check_work(work: Work, geometry: DecodeGeometry, *, num_rows: int) -> None:
+def _check_work(
+    work: Work, geometry: DecodeGeometry, *, num_rows: int, window: int | Array | None
+) -> None:
     planned = (work.unit_ptr.shape[0] - 1, work.num_groups, work.tile_tokens)
     needed = (num_rows * geometry.num_groups, geometry.num_groups, geometry.tile_tokens)
     if planned != needed:
         raise ValueError(
             f"work was planned for (units, head groups, tile tokens) {planned}; must be {needed}"
         )
+    if work.has_window and window is None:
+        raise ValueError("work was planned with a window; it must be planned without for this call")
 
 
 def _queries(q: Float[Array, "B T H D"], static: Static) -> Float[Array, "B K/pack columns D"]:

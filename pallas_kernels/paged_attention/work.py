@@ -23,7 +23,7 @@ from pallas_kernels.paged_attention.mosaic_config import decode_geometry, pick_m
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["items", "cta_ptr", "unit_ptr"],
-    meta_fields=["num_groups", "tile_tokens"],
+    meta_fields=["num_groups", "tile_tokens", "has_window"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
@@ -36,6 +36,7 @@ class Work:
         unit_ptr: unit u has items `unit_ptr[u] .. unit_ptr[u + 1] - 1`.
         num_groups: head groups a row.
         tile_tokens: token positions a tile.
+        has_window: tiles before a window were left out: the list serves that window only.
     """
 
     items: Int[Array, "C+U 4"]
@@ -43,6 +44,7 @@ class Work:
     unit_ptr: Int[Array, "U+1"]
     num_groups: int
     tile_tokens: int
+    has_window: bool
 
     @property
     def num_ctas(self) -> int:
@@ -97,6 +99,7 @@ def plan_work(
         unit_ptr=_count(unit, units),
         num_groups=num_groups,
         tile_tokens=tile_tokens,
+        has_window=window is not None,
     )
 
 
