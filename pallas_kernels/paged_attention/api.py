@@ -26,8 +26,15 @@ def _mosaic() -> Backend:
     return Backend(run=mosaic.paged_attention_mosaic, unsupported=mosaic.unsupported)
 
 
+def _triton() -> Backend:
+    from pallas_kernels.paged_attention import triton
+
+    return Backend(run=triton.paged_attention_triton, unsupported=triton.unsupported)
+
+
 BACKENDS = {
     "mosaic": _mosaic,
+    "triton": _triton,
     "xla": lambda: Backend(run=paged_attention_xla),
     "reference": lambda: Backend(run=paged_attention_reference),
 }

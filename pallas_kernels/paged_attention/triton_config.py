@@ -1,0 +1,143 @@
+"""Tile sizes, splits and warps of the Pallas Triton kernel, chosen from shapes and device facts."""
+
+import dataclasses
+
+from pallas_kernels.devices import Device
+from pallas_kernels.paged_attention.call import AttentionCall
+
+MIN_ROWS = 16  # rows of a tensor core's tile
+MIN_TOKENS = 16
+MAX_TOKENS, MAX_TOKENS_OF_MANY_ROWS = 128, 64
+MANY_ROWS = 64  # from here on the scores of a tile fill the registers, not the keys the memory
+MAX_SPLITS = 32
+MAX_STAGES = 5
+TILES_PER_SPLIT = 2  # with fewer, starting a program and merging cost more than its share
+REGISTERS_PER_THREAD, REGISTERS_PER_SM = 128, 65_536
+RESERVED_SMEM = 1024  # of each resident program
+LATENCY = 1.35e-6  # seconds from the request for a block to its arrival, memory being busy
+MIN_IN_FLIGHT = 32 * 1024
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TritonConfig:
+    """How one call is cut into programs, and how each is compiled.
+
+    Attributes:
+        rows: query rows of a tile (new tokens times heads of a group), a power of two from 16.
+        tokens: KV positions of a tile, a power of two from 16.
+        splits: programs that share a row's context.
+        num_warps: warps of a program, a power of two.
+        num_stages: software pipeline: the table is read one tile ahead of the blocks, and these
+            `num_stages - 2` tiles ahead of their use.
+    """
+
+    rows: int
+    tokens: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("rows", MIN_ROWS), ("tokens", MIN_TOKENS), ("num_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} is {value}; must be a power of two from {least}")
+        for name in ("splits", "num_stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; must be at least 1")
+
+    @property
+    def num_buffers(self) -> int:
+        """Tiles of keys and values that shared memory holds at a time."""
+        return max(1, self.num_stages - 2)
+
+
+def next_power_of_two(n: int) -> int:
+    """The least power of two that is at least `n`.
+
+    >>> [next_power_of_two(n) for n in (1, 7, 8, 80)]
+    [1, 8, 8, 128]
+    """
+    return 1 << (n - 1).bit_length()
+
+
+def pick_triton_config(call: AttentionCall, device: Device) -> TritonConfig:
+    """The configuration of a call, by a model of what keeps the memory busy.
+
+    1. The query rows of a KV head share a tile where they fit, so that each key and value is
+       read once for the whole group; more rows are tiled.
+    2. Tiles of keys and values are as long as leaves room for two programs on a multiprocessor,
+       then as many are buffered as `bytes_in_flight` must have for `bytes_wanted`.
+    3. The context is split until every multiprocessor has its programs, while a full table still
+       gives each split `TILES_PER_SPLIT` tiles.
+    """
+    num_rows = call.num_new * call.group
+    many = MANY_ROWS if call.head_dim > 128 or _operand_itemsize(call) == 4 else 2 * MANY_ROWS
+    rows = min(max(next_power_of_two(num_rows), MIN_ROWS), many)
+    tokens = MAX_TOKENS_OF_MANY_ROWS if rows >= MANY_ROWS else MAX_TOKENS
+    while True:
+        num_warps = 8 if rows >= MANY_ROWS or tokens >= 128 else 4
+        config = TritonConfig(rows=rows, tokens=tokens, splits=1, num_warps=num_warps, num_stages=3)
+        if tokens == MIN_TOKENS or num_resident(call, device, config) >= 2:
+            break
+        tokens //= 2
+    while config.num_stages < MAX_STAGES:
+        if bytes_in_flight(call, device, config) >= bytes_wanted(device):
+            break
+        deeper = dataclasses.replace(config, num_stages=config.num_stages + 1)
+        if num_resident(call, device, deeper) < 2:
+            break
+        config = deeper
+    programs = -(-num_rows // rows) * call.num_kv_heads * call.num_rows
+    slots = max(1, num_resident(call, device, config)) * device.num_sms
+    most = call.table_width * call.block_size // (TILES_PER_SPLIT * tokens)
+    splits = max(1, min(slots // programs, most, MAX_SPLITS))
+    return dataclasses.replace(config, splits=splits)
+
+
+def tile_bytes(call: AttentionCall, config: TritonConfig) -> int:
+    """Shared memory of one tile of keys and values."""
+    return 2 * config.tokens * next_power_of_two(call.head_dim) * ITEMSIZES[call.kv_dtype]
+
+
+def smem_bytes(call: AttentionCall, config: TritonConfig) -> int:
+    """Shared memory of a program: buffered tiles, the queries' and the weights' tile."""
+    operands = config.rows * (next_power_of_two(call.head_dim) + config.tokens)
+    return config.num_buffers * tile_bytes(call, config) + operands * _operand_itemsize(call)
+
+
+def num_resident(call: AttentionCall, device: Device, config: TritonConfig) -> int:
+    """Programs that a multiprocessor holds at a time; 0 where one does not fit."""
+    smem = smem_bytes(call, config)
+    if smem > device.smem_per_block:
+        return 0
+    threads = 32 * config.num_warps
+    return min(
+        device.smem_per_sm // (smem + RESERVED_SMEM),
+        REGISTERS_PER_SM // (REGISTERS_PER_THREAD * threads),
+    )
+
+
+def bytes_in_flight(call: AttentionCall, device: Device, config: TritonConfig) -> int:
+    """Keys and values under way to one multiprocessor: what hides the memory's latency."""
+    resident = num_resident(call, device, config)
+    real = tile_bytes(call, config) * call.head_dim // next_power_of_two(call.head_dim)
+    return resident * config.num_buffers * real
+
+
+def bytes_wanted(device: Device) -> int:
+    """Bytes under way that keep the memory busy (Little's law), a multiprocessor.
+
+    >>> from pallas_kernels.devices import A100, B200, H100, H200
+    >>> [bytes_wanted(device) // 1024 for device in (A100, H100, H200, B200)]
+    [32, 33, 47, 68]
+    """
+    return max(MIN_IN_FLIGHT, int(device.memory_bandwidth * LATENCY / device.num_sms))
+
+
+def _operand_itemsize(call: AttentionCall) -> int:
+    """Bytes of an element as the products take it; float32 where q and the pool differ."""
+    if call.is_quantized or call.q_dtype == call.kv_dtype:
+        return ITEMSIZES[call.q_dtype]
+    return 4
