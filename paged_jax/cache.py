@@ -57,7 +57,7 @@ class KVCache(Protocol):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["pool", "block_tables", "slot_mapping", "kv_lens", "q_lens"],
-    meta_fields=["backend"],
+    meta_fields=["backend", "interpret"],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedKVCache:
@@ -70,6 +70,7 @@ class PagedKVCache:
       kv_lens: tokens each row may attend to, this step's included.
       q_lens: this step's new tokens a row; 0 marks a padding row.
       backend: attention backend, or None for the best one here.
+      interpret: run a GPU backend in Pallas's interpreter (for tests).
     """
 
     pool: KVPool
@@ -78,6 +79,7 @@ class PagedKVCache:
     kv_lens: Int[Array, "B"]
     q_lens: Int[Array, "B"]
     backend: str | None = None
+    interpret: bool = False
 
     @classmethod
     def from_tables(
@@ -89,6 +91,7 @@ class PagedKVCache:
         *,
         num_new: int,
         backend: str | None = None,
+        interpret: bool = False,
     ) -> PagedKVCache:
         """Derive the slots from the tables.
 
@@ -99,6 +102,7 @@ class PagedKVCache:
           q_lens: new tokens a row, at most ``num_new``.
           num_new: padded width of a row (T).
           backend: attention backend, or None for the best one here.
+          interpret: run a GPU backend in Pallas's interpreter (for tests).
         """
         block_size, table_width = pool.block_size, block_tables.shape[1]
         offsets = jnp.arange(num_new, dtype=jnp.int32)
@@ -108,7 +112,7 @@ class PagedKVCache:
         block_ids = jnp.where(is_new, jnp.take_along_axis(block_tables, entry, axis=1), NULL_BLOCK)
         slot_mapping = block_ids * block_size + jnp.where(is_new, positions % block_size, 0)
         kv_lens = jnp.where(q_lens > 0, starts + q_lens, 0)
-        return cls(pool, block_tables, slot_mapping, kv_lens, q_lens, backend)
+        return cls(pool, block_tables, slot_mapping, kv_lens, q_lens, backend, interpret)
 
     def attend(
         self,
@@ -119,7 +123,6 @@ class PagedKVCache:
         **options: Any,
     ) -> tuple[Float[Array, "B T H D"], PagedKVCache]:
         """See ``KVCache.attend``."""
-        blocks = self.pool.blocks
         require(
             not isinstance(layer, int) or 0 <= layer < self.pool.num_layers,
             f"layer={layer} must be in 0..{self.pool.num_layers - 1}: the pool was made for "
@@ -128,20 +131,43 @@ class PagedKVCache:
         num_blocks, block_size = self.pool.num_blocks, self.pool.block_size
         first_block = jnp.asarray(layer, jnp.int32) * num_blocks
         # Layers are folded into the block ids: slicing a layer out of the pool would copy it.
-        flat = blocks.reshape(-1, *blocks.shape[2:])  # [L*P, 2, K, S, D]
-        slots = self.slot_mapping + first_block * block_size
-        flat = kv_write(flat, k, v, slots, self.q_lens, backend=self.backend)
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), self.pool)  # [L*P, 2, K, S, D]
+        flat = self._write(flat, k, v, self.slot_mapping + first_block * block_size)
         out = paged_attention(
             q,
-            flat,
+            flat.blocks,
             self.block_tables + first_block,
             self.kv_lens,
             self.q_lens,
+            kv_scales=flat.scales,
             backend=self.backend,
+            interpret=self.interpret,
             **options,
         )
         assert not isinstance(out, tuple)  # no lse was asked for
-        return out, dataclasses.replace(self, pool=KVPool(flat.reshape(blocks.shape)))
+        pool = jax.tree.map(lambda x, like: x.reshape(like.shape), flat, self.pool)
+        return out, dataclasses.replace(self, pool=pool)
+
+    def _write(self, flat: KVPool, k: Array, v: Array, slots: Int[Array, "B T"]) -> KVPool:
+        """The pool, layers folded, with the new keys and values in their slots."""
+
+        def write(backend: str | None) -> Any:
+            return kv_write(
+                flat.blocks,
+                k,
+                v,
+                slots,
+                self.q_lens,
+                kv_scales=flat.scales,
+                backend=backend,
+                interpret=self.interpret,
+            )
+
+        try:
+            written = write(self.backend)
+        except NotImplementedError:  # the attention's backend has no such write
+            written = write(None)
+        return KVPool(written) if flat.scales is None else KVPool(*written)
 
 
 @functools.partial(

@@ -6,6 +6,8 @@ import dataclasses
 import numbers
 from typing import Any
 
+KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+
 
 def require(condition: bool, message: str) -> None:
     """Raise ``ValueError(message)`` unless ``condition`` holds."""
@@ -67,14 +69,21 @@ class EngineConfig:
       num_blocks: blocks in the pool, the null block included.
       pool_bytes: bytes that the pool may take.
       memory_fraction: share in (0, 1) of the device's free memory.
-      kv_dtype: dtype name of the pool.
+      kv_dtype: dtype name of the pool: float32, bfloat16 or float16, or int8 or float8_e4m3fn,
+        which store each key and value in 8 bits with a float32 scale a token and head. That
+        changes the numbers (paging does not): results are close to, not equal to, a float pool's.
+      pool_head_dim: channels a head in the pool, at least the model's, the rest zeros; None means
+        the model's own. Some kernels take only some sizes; the pool's bytes grow with it.
       max_num_seqs: most sequences in one step.
       max_num_batched_tokens: most prompt tokens computed in one step (the token budget).
       prefill_row_len: tokens a prefill row (T); prompts are cut into rows of this length.
       prefill_chunk_len: most tokens of one prompt in one step; None means the whole budget.
       max_model_len: longest context; None means the model's own, and never more than the pool.
       seed: draws the random streams of requests that bring no seed of their own.
-      attention_backend: 'reference', 'xla', ... or None for the best one here.
+      attention_backend: 'mosaic', 'triton', 'xla', 'reference', or None for the best one here.
+        Writes and copies use it too, where it has them.
+      kernel_interpreter: run the named 'mosaic' or 'triton' backend in Pallas's interpreter, on
+        any device: for tests, very slow.
       donate: give the pool's buffer to each step (False keeps a second pool, for debugging).
       check_logits: raise FloatingPointError when a step yields NaN logits.
       debug_integrity: call ``check_integrity()`` after every step.
@@ -88,6 +97,7 @@ class EngineConfig:
     pool_bytes: int | None = None
     memory_fraction: float | None = None
     kv_dtype: str = "float32"
+    pool_head_dim: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     prefill_row_len: int = 32
@@ -95,6 +105,7 @@ class EngineConfig:
     max_model_len: int | None = None
     seed: int = 0
     attention_backend: str | None = None
+    kernel_interpreter: bool = False
     donate: bool = True
     check_logits: bool = False
     debug_integrity: bool = False
@@ -105,13 +116,14 @@ class EngineConfig:
         for name, minimum in (
             ("num_blocks", 2),
             ("pool_bytes", 1),
+            ("pool_head_dim", 1),
             ("prefill_chunk_len", 1),
             ("max_model_len", 1),
         ):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), minimum)
         _require_int("seed", self.seed, 0)
-        for name in ("donate", "check_logits", "debug_integrity"):
+        for name in ("donate", "check_logits", "debug_integrity", "kernel_interpreter"):
             value = getattr(self, name)
             require(isinstance(value, bool), f"{name}={value!r} must be True or False")
         share = self.memory_fraction
@@ -123,6 +135,11 @@ class EngineConfig:
         given = [name for name in sizes if getattr(self, name) is not None]
         require(len(given) <= 1, f"size the pool in one way, not by {' and '.join(given)}")
         require(
-            self.kv_dtype in ("float32", "bfloat16", "float16"),
-            f"kv_dtype={self.kv_dtype!r} must be 'float32', 'bfloat16' or 'float16'",
+            self.kv_dtype in KV_DTYPES,
+            f"kv_dtype={self.kv_dtype!r} must be one of {', '.join(map(repr, KV_DTYPES))}",
+        )
+        require(
+            not self.kernel_interpreter or self.attention_backend in ("mosaic", "triton"),
+            f"attention_backend={self.attention_backend!r} must be 'mosaic' or 'triton' with "
+            "kernel_interpreter=True",
         )

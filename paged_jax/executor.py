@@ -136,10 +136,16 @@ class JaxExecutor:
             num_blocks=num_blocks,
             block_size=config.block_size,
             dtype=config.kv_dtype,
+            head_dim=config.pool_head_dim,
         )
         self.state = jax.jit(create, static_argnums=0)(config.max_num_seqs)
-        self._step = make_step(model.apply, backend=config.attention_backend, donate=config.donate)
-        self._copy = make_block_copy(donate=config.donate)
+        choices = {
+            "backend": config.attention_backend,
+            "interpret": config.kernel_interpreter,
+            "donate": config.donate,
+        }
+        self._step = make_step(model.apply, **choices)
+        self._copy = make_block_copy(**choices)
         self._load_counts = jax.jit(
             load_counts, donate_argnames=("state",) if config.donate else ()
         )

@@ -9,15 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from paged_jax.config import EngineConfig, ModelSpec, require
+from pallas_kernels.quantize import MAX_STORED
 
 NULL_BLOCK = 0
 DEFAULT_SEQUENCE_LEN = 1024
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["blocks"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["blocks", "scales"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class KVPool:
     """All keys and values of all sequences, as blocks of one array.
@@ -25,9 +28,12 @@ class KVPool:
     Attributes:
       blocks: ``[L, P, 2, K, S, D]``: layer, block, key (0) or value (1), KV head, slot, channel.
         Block 0 is the null block: never allocated, its content never matters.
+      scales: float32 ``[L, P, 2, K, S]`` of an 8-bit pool, whose elements times their scale are
+        the keys and values; None of a float pool.
     """
 
-    blocks: Float[Array, "L P 2 K S D"]
+    blocks: Shaped[Array, "L P 2 K S D"]
+    scales: Float[Array, "L P 2 K S"] | None = None
 
     @classmethod
     def create(
@@ -37,6 +43,7 @@ class KVPool:
         num_blocks: int,
         block_size: int,
         dtype: Any = jnp.float32,
+        head_dim: int | None = None,
         fill: float = 0.0,
     ) -> KVPool:
         """Allocate a pool.
@@ -45,18 +52,25 @@ class KVPool:
           spec: the model's geometry (L, K, D).
           num_blocks: blocks a layer (P), the null block included; at least 2.
           block_size: token positions a block (S).
-          dtype: element type.
+          dtype: element type; int8 and float8_e4m3fn come with scales.
+          head_dim: channels a head (D), at least the model's; None means the model's.
           fill: initial value; any value gives the same results (NaN in tests proves it).
 
         Raises:
-          ValueError: fewer than two blocks, or ``L*P*2*K*S >= 2**31``, where 32-bit row indices
-            would wrap.
+          ValueError: fewer than two blocks, a head dim under the model's, or
+            ``L*P*2*K*S >= 2**31``, where 32-bit row indices would wrap.
         """
         _check_shape(spec, num_blocks=num_blocks, block_size=block_size)
-        shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
+        rows = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size)
+        shape = (*rows, _stored_head_dim(spec, head_dim))
+
+        def make() -> KVPool:
+            if not is_quantized(dtype):
+                return cls(jnp.full(shape, fill, dtype=dtype))
+            return cls(jnp.ones(shape, dtype=dtype), jnp.full(rows, fill, dtype=jnp.float32))
+
         # One jitted call, so that a pool costs one compilation and no second buffer.
-        blocks = jax.jit(lambda: jnp.full(shape, fill, dtype=dtype))()
-        return cls(blocks)
+        return jax.jit(make)()
 
     @property
     def num_layers(self) -> int:
@@ -75,8 +89,9 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole pool."""
-        return int(np.prod(self.blocks.shape, dtype=np.int64)) * self.blocks.dtype.itemsize
+        """Bytes of the whole pool, scales included."""
+        arrays = [self.blocks] if self.scales is None else [self.blocks, self.scales]
+        return sum(int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize for x in arrays)
 
     @property
     def block_nbytes(self) -> int:
@@ -94,9 +109,36 @@ def _check_shape(spec: ModelSpec, *, num_blocks: int, block_size: int) -> None:
     )
 
 
-def bytes_per_block(spec: ModelSpec, *, block_size: int, dtype: Any) -> int:
-    """Bytes that one block takes over all layers, keys and values."""
-    return spec.kv_values_per_token * block_size * jnp.dtype(dtype).itemsize
+def is_quantized(dtype: Any) -> bool:
+    """Whether a pool of ``dtype`` has scales."""
+    return jnp.dtype(dtype).name in MAX_STORED
+
+
+def _stored_head_dim(spec: ModelSpec, head_dim: int | None) -> int:
+    require(
+        head_dim is None or head_dim >= spec.head_dim,
+        f"pool_head_dim={head_dim} must be at least the model's head_dim={spec.head_dim}",
+    )
+    return spec.head_dim if head_dim is None else head_dim
+
+
+def bytes_per_block(
+    spec: ModelSpec, *, block_size: int, dtype: Any, head_dim: int | None = None
+) -> int:
+    """Bytes that one block takes over all layers: keys, values and, in 8 bits, their scales.
+
+    Args:
+      spec: the model's geometry.
+      block_size: token positions a block (S).
+      dtype: of the pool.
+      head_dim: channels a head in the pool; None means the model's.
+
+    Raises:
+      ValueError: a head dim under the model's.
+    """
+    rows = 2 * spec.num_layers * spec.num_kv_heads * block_size
+    row = _stored_head_dim(spec, head_dim) * jnp.dtype(dtype).itemsize
+    return rows * (row + (4 if is_quantized(dtype) else 0))
 
 
 def resolve_num_blocks(config: EngineConfig, spec: ModelSpec) -> int:
@@ -104,9 +146,12 @@ def resolve_num_blocks(config: EngineConfig, spec: ModelSpec) -> int:
 
     Raises:
       ValueError: the size holds no block or more rows than 32-bit indices reach, or is more than
-        the device has free; or the device does not report its free memory.
+        the device has free; or the device does not report its free memory; or
+        ``pool_head_dim`` is under the model's.
     """
-    block_bytes = bytes_per_block(spec, block_size=config.block_size, dtype=config.kv_dtype)
+    block_bytes = bytes_per_block(
+        spec, block_size=config.block_size, dtype=config.kv_dtype, head_dim=config.pool_head_dim
+    )
     num_blocks, source = _wanted_blocks(config, spec, block_bytes)
     require(num_blocks >= 2, f"{source} must hold two blocks of {block_bytes} bytes")
     _check_shape(spec, num_blocks=num_blocks, block_size=config.block_size)

@@ -43,13 +43,16 @@ class StepOutputs:
 
 
 @functools.lru_cache(maxsize=16)
-def make_step(apply: ApplyFn, *, backend: str | None, donate: bool) -> Callable[..., Any]:
+def make_step(
+    apply: ApplyFn, *, backend: str | None, donate: bool, interpret: bool = False
+) -> Callable[..., Any]:
     """Build the jitted step of a model, or return it: engines of one model share their programs.
 
     Args:
       apply: the model (docs/design.md, "What a model sees"); hashable, as functions are.
       backend: attention backend, or None.
       donate: give pool and row state to the step, so that they are updated in place.
+      interpret: run a GPU backend in Pallas's interpreter (for tests).
 
     Returns:
       ``step(params, pool, state, packed, *, layout) -> (pool, state, StepOutputs)``.
@@ -59,7 +62,8 @@ def make_step(apply: ApplyFn, *, backend: str | None, donate: bool) -> Callable[
         params: Any, pool: KVPool, state: RowState, packed: Array, *, layout: BatchLayout
     ) -> tuple[KVPool, RowState, StepOutputs]:
         inputs = unpack(packed, layout)
-        pool, logits = _run_model(apply, params, pool, state, inputs, layout, backend)
+        cache = _cache(pool, inputs, layout, backend=backend, interpret=interpret)
+        pool, logits = _run_model(apply, params, cache, state, inputs, layout)
         prompt = None
         if layout.prompt_logprobs is not None:
             assert inputs.targets is not None  # packed whenever prompt logprobs are wanted
@@ -73,14 +77,28 @@ def make_step(apply: ApplyFn, *, backend: str | None, donate: bool) -> Callable[
     return jax.jit(step, static_argnames=("layout",), donate_argnames=donated)
 
 
+def _cache(
+    pool: KVPool, inputs: StepInputs, layout: BatchLayout, *, backend: str | None, interpret: bool
+) -> PagedKVCache:
+    """The rows' view of the pool."""
+    return PagedKVCache.from_tables(
+        pool,
+        inputs.block_tables,
+        inputs.start,
+        inputs.num_new,
+        num_new=layout.num_new,
+        backend=backend,
+        interpret=interpret,
+    )
+
+
 def _run_model(
     apply: ApplyFn,
     params: Any,
-    pool: KVPool,
+    cache: PagedKVCache,
     state: RowState,
     inputs: StepInputs,
     layout: BatchLayout,
-    backend: str | None,
 ) -> tuple[KVPool, Array]:
     """Compute the rows' new positions; return the pool and logits ``[B, 1 or T, V]``."""
     tokens = inputs.tokens
@@ -89,14 +107,6 @@ def _run_model(
     offsets = jnp.arange(layout.num_new, dtype=jnp.int32)
     is_new = offsets < inputs.num_new[:, None]
     positions = jnp.where(is_new, inputs.start[:, None] + offsets, 0)
-    cache = PagedKVCache.from_tables(
-        pool,
-        inputs.block_tables,
-        inputs.start,
-        inputs.num_new,
-        num_new=layout.num_new,
-        backend=backend,
-    )
     if layout.prompt_logprobs is None:
         logits_at = jnp.maximum(inputs.num_new - 1, 0)[:, None]  # [B, 1]
     else:
@@ -140,10 +150,27 @@ def _sample_rows(
     return record(state, slots, sampled.tokens), sampled
 
 
-def make_block_copy(*, donate: bool) -> Callable[..., KVPool]:
-    """Build the jitted ``copy(pool, pairs i32[2, C]) -> pool``: a step's copies in one launch."""
+def make_block_copy(
+    *, donate: bool, backend: str | None = None, interpret: bool = False
+) -> Callable[..., KVPool]:
+    """Build the jitted ``copy(pool, pairs i32[2, C]) -> pool``: a step's copies in one launch.
+
+    Args:
+      donate: give the pool to the copy, so that it is updated in place.
+      backend: backend to use where it has such a copy, or None for the best one here.
+      interpret: run a GPU backend in Pallas's interpreter (for tests).
+    """
 
     def copy(pool: KVPool, pairs: Int[Array, "2 C"]) -> KVPool:
-        return KVPool(block_copy(pool.blocks, pairs[0], pairs[1]))
+        def run(backend: str | None) -> Any:
+            src, dst = pairs[0], pairs[1]
+            options = {"backend": backend, "interpret": interpret}
+            return block_copy(pool.blocks, src, dst, kv_scales=pool.scales, **options)
+
+        try:
+            copied = run(backend)
+        except NotImplementedError:  # the attention's backend has no such copy
+            copied = run(None)
+        return KVPool(copied) if pool.scales is None else KVPool(*copied)
 
     return jax.jit(copy, donate_argnames=("pool",) if donate else ())

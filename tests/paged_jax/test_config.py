@@ -45,6 +45,12 @@ def test_spec_refuses_heads_that_do_not_divide():
         ({"max_model_len": 0}, "max_model_len=0"),
         ({"seed": -1}, "seed=-1"),
         ({"kv_dtype": "int4"}, "kv_dtype='int4' must be"),
+        ({"pool_head_dim": 0}, "pool_head_dim=0 must be an integer >= 1"),
+        ({"kernel_interpreter": 1}, "kernel_interpreter=1 must be True or False"),
+        (
+            {"kernel_interpreter": True, "attention_backend": "xla"},
+            "attention_backend='xla' must be 'mosaic' or 'triton' with kernel_interpreter=True",
+        ),
     ],
 )
 def test_engine_config_refuses(kwargs, message):
