@@ -19,7 +19,15 @@ from pallas_kernels.block_copy.validate import (
 from pallas_kernels.block_copy.xla import move_blocks_xla
 from pallas_kernels.paged_attention.validate import check_int32, is_concrete
 
+
+def _triton() -> Backend:
+    from pallas_kernels.block_copy import triton
+
+    return Backend(run=triton.move_blocks_triton, unsupported=triton.unsupported)
+
+
 BACKENDS = {
+    "triton": _triton,
     "xla": lambda: Backend(run=move_blocks_xla),
     "reference": lambda: Backend(run=move_blocks_reference),
 }

@@ -69,8 +69,9 @@ class Static:
 
     @property
     def num_warps(self) -> int:
-        """So that a thread moves 8 elements, 16 bytes of the usual dtypes."""
-        return min(8, max(1, self.heads * self.channels // (32 * 8)))
+        """So that a thread stores 16 bytes at a time."""
+        per_thread = 16 if self.is_quantized else 8
+        return min(8, max(1, self.heads * self.channels // (32 * per_thread)))
 
 
 def kv_write_triton(

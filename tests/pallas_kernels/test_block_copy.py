@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.block_copy import block_copy, block_gather, block_scatter, check_copies
 from pallas_kernels.block_copy.xla import _copy_all, _copy_loop, _scatter_all, _scatter_loop
 
-BACKENDS = ("reference", "xla")
+BACKENDS = ("reference", "xla", "triton")
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 SRC, DST = np.int32([1, 1, 5, 0, 0]), np.int32([3, 2, 4, 0, 0])
 STATIC = ("backend", "interpret")
