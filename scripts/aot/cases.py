@@ -83,7 +83,7 @@ class Case:
         return 2 * NUM_ROWS * CONTEXT // self.block_size
 
     @property
-    def tokens_bytes(self) -> int:
+    def token_bytes(self) -> int:
         """Bytes of K and V of one token of one KV head."""
         return 2 * self.head_dim * jnp.dtype(self.kv_dtype).itemsize
 

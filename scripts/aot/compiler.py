@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -40,7 +41,9 @@ def lower_for(kind: str, program: Program) -> jax.stages.Lowered:
         program: what to lower.
     """
     jitted = jax.jit(program.run, donate_argnums=program.donated)
-    with abstract_mesh(kind):
+    with warnings.catch_warnings(), abstract_mesh(kind):
+        # Said by every lowering; which backends exist when it is gone is pallas_kernels' affair.
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         return jitted.trace(*program.args).lower(lowering_platforms=("cuda",))
 
 

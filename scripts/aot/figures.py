@@ -24,7 +24,8 @@ class AttentionFigures:
 
     Attributes:
         kernel: its name.
-        tokens_by_mma: KV tokens a turn by the matrix products; None without tensor cores.
+        tokens: KV tokens a turn.
+        tokens_by_mma: the same by the matrix products; None without tensor cores.
         tokens_by_copies: the same by copies; None where another warp issues them.
         loop_instructions: of the hot path of a turn.
         per_64_tokens: of these, what 64 tokens of a KV head cost.
@@ -36,6 +37,7 @@ class AttentionFigures:
     """
 
     kernel: str
+    tokens: float | None
     tokens_by_mma: float | None
     tokens_by_copies: float | None
     loop_instructions: int
@@ -43,11 +45,6 @@ class AttentionFigures:
     warp_instructions_per_token: float | None
     in_flight: int | None
     wait_depth: int | None
-
-    @property
-    def tokens(self) -> float | None:
-        """Tokens a turn: by copies where they can be counted (no padding to know), else by MMA."""
-        return self.tokens_by_copies or self.tokens_by_mma
 
 
 def main_kernel(kernels: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -81,10 +78,12 @@ def attention_figures(case: Case, kernels: list[dict[str, Any]]) -> AttentionFig
         copies = counts.get("async_16b") or counts.get("loads_16b", 0)
         turn_bytes = copies * WARP_BYTES * warps or None
     by_mma = _tokens_by_mma(case, kernel, warps)
-    by_copies = turn_bytes / case.tokens_bytes if turn_bytes else None
-    tokens = by_copies or by_mma
+    stored = case.token_bytes * _padded_dim(case, kernel) // case.head_dim
+    by_copies = turn_bytes / stored if turn_bytes else None
+    tokens = _tokens(case, by_mma, by_copies)
     return AttentionFigures(
         kernel=kernel["name"],
+        tokens=tokens,
         tokens_by_mma=by_mma,
         tokens_by_copies=by_copies,
         loop_instructions=loop["hot"],
@@ -93,6 +92,15 @@ def attention_figures(case: Case, kernels: list[dict[str, Any]]) -> AttentionFig
         in_flight=_in_flight(kernel, turn_bytes),
         wait_depth=None if is_mosaic else loop["wait_depth"],
     )
+
+
+def _tokens(case: Case, by_mma: float | None, by_copies: float | None) -> float | None:
+    """The better count: a float32 product may be several, an 8-bit pool's copies not all 16 bytes.
+
+    Prefill's rows are the kernel's choice, so its products count only where a warpgroup's shape
+    tells them.
+    """
+    return by_copies or by_mma if case.kv_dtype == "float32" else by_mma or by_copies
 
 
 def _tokens_by_mma(case: Case, kernel: dict[str, Any], warps: int) -> float | None:

@@ -80,6 +80,10 @@ def check_case(gpu: str, case: Case, facts: dict[str, Any]) -> list[str]:
         found.append("no Pallas kernel in the compiled program")
     if case.is_attention and case.backend in OURS:
         found += _check_attention(gpu, case, facts)
+    if case.kind in ("kv_write", "block_copy") and case.backend in OURS:
+        wide = ("loads_16b", "bulk_copies", "bulk_stores")
+        if not any(kernel["counts"].get(name) for kernel in facts["kernels"] for name in wide):
+            found.append("no 16-byte load and no bulk copy")
     if facts["memory"]["pool_bytes"]:
         found += check_memory(facts["memory"])
     if case.is_big and "wide" in facts:
@@ -107,8 +111,9 @@ def _check_attention(gpu: str, case: Case, facts: dict[str, Any]) -> list[str]:
     kernel = next(k for k in facts["kernels"] if k["name"] == attention["kernel"])
     counts, loop = kernel["counts"], kernel["loop"]["counts"]
     found = []
+    is_16_bit = case.kv_dtype in ("bfloat16", "float16")
     tensor = sum(counts.get(name, 0) for name in ("hmma", "hgmma", "utcmma"))
-    if case.kv_dtype in ("bfloat16", "float16") and not tensor:
+    if is_16_bit and not tensor:
         found.append("no tensor-core instruction")
     if case.backend == "mosaic":
         if not counts.get("bulk_copies"):
@@ -118,7 +123,7 @@ def _check_attention(gpu: str, case: Case, facts: dict[str, Any]) -> list[str]:
     elif not loop.get("loads_16b"):
         found.append("no 16-byte loads in the main loop")
     by_mma, by_copies = attention["tokens_by_mma"], attention["tokens_by_copies"]
-    if by_mma and by_copies and by_mma != by_copies:
+    if is_16_bit and by_mma and by_copies and by_mma != by_copies:
         found.append(f"a turn is {by_mma:g} tokens by products but {by_copies:g} by copies")
     if case.kind == "decode" and case.kv_dtype == "bfloat16":
         least, flight = MIN_IN_FLIGHT[gpu], attention["in_flight"] or 0

@@ -21,6 +21,7 @@ from paged_jax_scripts.aot.jax_kernel import jax_program
 from pallas_kernels.block_copy import block_copy
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.api import plan_attention
 from pallas_kernels.paged_attention.call import QUANTIZED_DTYPES
 
 
@@ -71,6 +72,14 @@ def _attention(case: Case) -> Program:
     return Program(run=run, args=(q, blocks, scales, _shape(B, M), _shape(B), _shape(B)))
 
 
+def _or_best(op, backend: str) -> Any:
+    """The op by the named backend; where that has none, by the best one, as the cache does."""
+    try:
+        return op(backend)
+    except NotImplementedError:
+        return op(None)
+
+
 def _write(blocks, scales, k, v, slots, q_lens, *, backend):
     if scales is None:
         return kv_write(blocks, k, v, slots, q_lens, backend=backend), None
@@ -116,32 +125,35 @@ def _step(case: Case) -> Program:
     blocks, scales = _pool(case, L, P)
 
     def run(blocks, scales, q, k, v, src, dst, tables, slots, kv_lens, q_lens):
-        blocks, scales = _copy(blocks, scales, src, dst, backend=case.backend)
+        blocks, scales = _or_best(
+            lambda backend: _copy(blocks, scales, src, dst, backend=backend), case.backend
+        )
         pool = (blocks, scales)
         # A free reshape: layers are folded into the block ids.
         flat, flat_scales = jax.tree.map(
             lambda x: x.reshape(L * P, *x.shape[2:]),  # [L*P, 2, K, S, ...]
             pool,
         )
+        lens = (kv_lens, q_lens)
+        num_heads = NUM_KV_HEADS * case.group
+        work = plan_attention(flat, *lens, num_heads=num_heads, num_new=T, backend=case.backend)
 
         def layer(carry, xs):
             (flat, flat_scales), (q, k, v, index) = carry, xs
-            flat, flat_scales = _write(
-                flat,
-                flat_scales,
-                k,
-                v,
-                slots + index * P * case.block_size,
-                q_lens,
-                backend=case.backend,
+            slots_here = slots + index * P * case.block_size
+            flat, flat_scales = _or_best(
+                lambda backend: _write(
+                    flat, flat_scales, k, v, slots_here, q_lens, backend=backend
+                ),
+                case.backend,
             )
             out = paged_attention(
                 q,
                 flat,
                 tables + index * P,
-                kv_lens,
-                q_lens,
+                *lens,
                 kv_scales=flat_scales,
+                work=work,
                 backend=case.backend,
             )
             return (flat, flat_scales), out

@@ -30,8 +30,8 @@ reason below), {num_violations} violations. The figures as data: compile_report.
   of the launch, bytes. **thr**: threads of a thread block (CTA).
 - **CTA/SM**: resident thread blocks by threads (2048), registers (65536, by warps in units of
   256), shared memory (1 KB more than asked for) and the limit of 32; computed, not measured.
-- **16 B / loads**: LDG and LDGSTS instructions of 16 bytes, of all. **bulk**: bulk copies (UTMALDG,
-  UBLKCP). **tensor**: HMMA (and IMMA, QMMA), HGMMA or UTC*MMA instructions. **SASS**: instructions
+- **16 B / loads**: LDG and LDGSTS instructions of 16 bytes, of all; **16 B / stores**: STG.
+  **bulk**: bulk copies in either direction (UTMALDG, UTMASTG, UBLKCP). **tensor**: HMMA (and IMMA, QMMA), HGMMA or UTC*MMA instructions. **SASS**: instructions
   of the kernel, trailing padding excluded.
 - **loop**: instructions of one turn of the main loop, hot path / whole body. From the basic blocks
   of `nvdisasm -c` the natural loops are found by dominators; the main loop is the innermost one
@@ -59,8 +59,8 @@ reason below), {num_violations} violations. The figures as data: compile_report.
 """
 
 _KERNEL = (
-    "| case | backend | kernel | regs | spill | smem | thr | CTA/SM | grid | 16 B / loads | bulk "
-    "| tensor | SASS"
+    "| case | backend | kernel | regs | spill | smem | thr | CTA/SM | grid | 16 B / loads "
+    "| 16 B / stores | bulk | tensor | SASS"
 )
 _ATTENTION = " | loop | tok | /64 | warp/tok | flight | wait"
 _PROGRAM = "| case | backend | pool MB | alias | temp MB | copies | compile s | Pallas kernels"
@@ -132,7 +132,8 @@ def _kernel_row(case: Case, kernel: dict[str, Any], facts: dict[str, Any]) -> st
         kernel["ctas_per_sm"],
         " ".join(map(str, kernel["grid"])),
         f"{counts.get('loads_16b', 0)} / {counts.get('global_loads', 0)}",
-        counts.get("bulk_copies", 0),
+        f"{counts.get('stores_16b', 0)} / {counts.get('global_stores', 0)}",
+        counts.get("bulk_copies", 0) + counts.get("bulk_stores", 0),
         " ".join(tensor) or 0,
         kernel["num_instructions"],
     ]

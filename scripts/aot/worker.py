@@ -83,7 +83,7 @@ def _measure(gpu: str, case: Any, folder: Path) -> dict[str, Any]:
     }
     attention = figures.attention_figures(case, facts["kernels"])
     if attention is not None:
-        facts["attention"] = {**dataclasses.asdict(attention), "tokens": attention.tokens}
+        facts["attention"] = dataclasses.asdict(attention)
     if case.is_big:
         calls = triton_ir.triton_calls(lowered)
         facts["wide"] = {

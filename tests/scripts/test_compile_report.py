@@ -205,7 +205,7 @@ def make_facts(case, kernel, *, pool_bytes=0, **memory):
         **memory,
     }
     if attention is not None:
-        facts["attention"] = {**dataclasses.asdict(attention), "tokens": attention.tokens}
+        facts["attention"] = dataclasses.asdict(attention)
     return facts
 
 
