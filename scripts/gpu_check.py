@@ -35,15 +35,15 @@ def provide_jaxtyping() -> None:
         sys.modules["jaxtyping"] = stand_in
 
 
-def run() -> None:
-    """Entry point, from a checkout or installed."""
+def start(module: str) -> None:
+    """Run a module of this folder's `gpu`, from a checkout or installed."""
     here = Path(__file__).resolve()
     # Started as a file, Python puts this folder first, where module names are not the library's.
     sys.path[:] = [path for path in sys.path if path != str(here.parent)]
     sys.path.insert(0, str(here.parents[1]))
     provide_jaxtyping()
-    importlib.import_module(f"{here.parent.name}.gpu.main").run()
+    importlib.import_module(f"{here.parent.name}.gpu.{module}").run()
 
 
 if __name__ == "__main__":
-    run()
+    start("main")

@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels.devices import current_device
 from pallas_kernels.kv_write import kv_write
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import paged_attention, plan_attention
 from pallas_kernels.paged_attention.arg_specs import HEAD_SHAPES, HeadShape
 
 from .big_pool import free_bytes
@@ -83,7 +83,7 @@ def step_items(context: Context) -> list[Item]:
     """Llama-3-8B's geometry at a few loads with each backend and without attention; the engine."""
     if context.rehearsal:
         heads = HeadShape(name="rehearsal", num_heads=2, num_kv_heads=1, head_dim=64)
-        shape = StepShape(heads=heads, layers=2, hidden=64, mlp=64, batch=2, context=20)
+        shape = StepShape(heads=heads, layers=2, hidden=64, mlp=64, batch=1, context=20)
         shapes = [shape]
     else:
         llama = StepShape(
@@ -116,6 +116,7 @@ def decode_step(
     x: jax.Array,
     weights: dict[str, jax.Array],
     tables: jax.Array,
+    lens: jax.Array,
     shape: StepShape,
     backend: str,
     interpret: bool,
@@ -125,9 +126,13 @@ def decode_step(
     """
     heads, B = shape.heads, shape.batch
     H, K, D = heads.num_heads, heads.num_kv_heads, heads.head_dim
-    lens, ones = jnp.full(B, shape.context, jnp.int32), jnp.ones(B, jnp.int32)
-    last = shape.context - 1
-    slots = tables[:, last // shape.block_size] * shape.block_size + last % shape.block_size
+    ones, last = jnp.ones(B, jnp.int32), lens - 1
+    blocks = jnp.take_along_axis(tables, (last // shape.block_size)[:, None], axis=1)  # [B, 1]
+    slots = blocks * shape.block_size + (last % shape.block_size)[:, None]
+    options: dict[str, Any] = {"backend": backend, "interpret": interpret}
+    if backend != "none":
+        work = plan_attention(pool, lens, ones, num_heads=H, num_new=1, **options)
+        options["work"] = work
 
     def layer(carry: Any, xs: Any) -> Any:
         pool, x = carry
@@ -138,11 +143,9 @@ def decode_step(
             out = q
         else:
             first = index * shape.num_blocks
-            at = (slots + first * shape.block_size)[:, None]
+            at = slots + first * shape.block_size
             pool = kv_write(pool, k, v, at, ones, interpret=interpret)
-            out = paged_attention(
-                q, pool, tables + first, lens, ones, backend=backend, interpret=interpret
-            )
+            out = paged_attention(q, pool, tables + first, lens, ones, **options)
             assert isinstance(out, jax.Array)  # no lse was asked for
         x = x + out.reshape(B, H * D) @ w["out"]
         gate, up = jnp.split(_normed(x) @ w["up"], 2, axis=-1)
@@ -164,8 +167,9 @@ def _prepare(context: Context, shape: StepShape, backend: str) -> Prepared:
     pool = struct(shape.pool_shape, jnp.bfloat16)
     x = struct((shape.batch, shape.hidden), jnp.bfloat16)
     tables = struct((shape.batch, (shape.num_blocks - 1) // shape.batch), jnp.int32)
+    lens = struct((shape.batch,), jnp.int32)
     step = functools.partial(decode_step, shape=shape, backend=backend, interpret=context.rehearsal)
-    lowered = jax.jit(step, donate_argnums=0).lower(pool, x, weights, tables)
+    lowered = jax.jit(step, donate_argnums=0).lower(pool, x, weights, tables, lens)
     pool_bytes = 2 * int(np.prod(shape.pool_shape))
 
     def run(programs: Programs) -> dict[str, Any]:
@@ -174,13 +178,13 @@ def _prepare(context: Context, shape: StepShape, backend: str) -> Prepared:
             return {"status": "skipped", "reason": f"{need} bytes do not fit"}
         program = use(programs, "step")
         arrays = _step_arrays(shape)
-        pool, x, weights, tables = arrays
+        pool, x, weights, tables, lens = arrays
         seconds, out = [], x
         for _ in range(2 if context.rehearsal else 6):
             steps = 1 if context.rehearsal else 10
             start = time.perf_counter()
             for _ in range(steps):  # dispatched ahead, one wait at the end
-                pool, out = program(pool, x, weights, tables)
+                pool, out = program(pool, x, weights, tables, lens)
             jax.block_until_ready(out)
             seconds.append((time.perf_counter() - start) / steps)
         moved = shape.weight_bytes + (0 if backend == "none" else shape.kv_bytes)
@@ -216,7 +220,8 @@ def _step_arrays(shape: StepShape) -> tuple[Any, ...]:
     x = jax.random.normal(keys[-1], (shape.batch, shape.hidden), jnp.bfloat16)
     rng = np.random.default_rng(0)
     tables = 1 + rng.permutation(shape.num_blocks - 1).reshape(shape.batch, -1)
-    return pool, x, weights, jnp.asarray(tables, jnp.int32)
+    lens = jnp.full(shape.batch, shape.context, jnp.int32)
+    return pool, x, weights, jnp.asarray(tables, jnp.int32), lens
 
 
 def _prepare_engine(context: Context) -> Prepared:

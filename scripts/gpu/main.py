@@ -88,6 +88,8 @@ def _work(out: Path) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     if _CPU_REHEARSAL.value:
         os.environ["JAX_PLATFORMS"] = "cpu"
+        # Compiling is most of a rehearsal's time.
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     import jax
 
     from . import worker

@@ -248,7 +248,7 @@ def memory_of(compiled: Any) -> dict[str, int]:
 def racing_items(context: Context) -> list[Item]:
     """Decode, prefill, write and copy, many times over on the same input."""
     if context.rehearsal:
-        decode = AttentionCase(kv_dtype="float32", head_dim=64, num_kv_heads=1, longest=40)
+        decode = attention_cases(rehearsal=True)[0]
         calls: dict[str, Any] = {"decode": decode}
     else:
         decode = AttentionCase(num_kv_heads=8, longest=5000)

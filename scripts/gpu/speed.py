@@ -3,8 +3,10 @@
 How it is timed: one program makes many calls in a loop, each with the last one's output added to
 its queries, so that calls neither overlap nor leave the loop and launches are spread over the run
 (about `TARGET_SECONDS`, one synchronisation). Consecutive calls read other rows of the pool, up to
-`MAX_SETS` sets; where all sets together are less than twice the L2 cache, the result says so. A
-round runs each contender and the copy once, one after the other; medians of the rounds are given.
+`MAX_SETS` sets; where all sets together are less than twice the L2 cache, the result says so.
+Lengths are constants of the program, so the mosaic backend's work list, which a step makes once
+for all its layers, is not in these times; it is in those of the whole step. A round runs each
+contender and the copy once, one after the other; medians of the rounds are given.
 """
 
 import dataclasses
@@ -25,7 +27,7 @@ from pallas_kernels.paged_attention.roofline import Cost, attention_cost
 
 from .big_pool import free_bytes
 from .contenders import CONTENDERS, TORCH_CONTENDERS, Data, NotHereError, chain
-from .worker import Context, Item, Prepared, Programs, use
+from .worker import Context, Item, LostDeviceError, Prepared, Programs, device_answers, use
 
 MODELS = ("llama3-8b", "llama3-70b/8", "smollm2", "gemma3-4b")
 # (batch, context), the most telling first; four at a time are measured of every model.
@@ -104,21 +106,26 @@ def shapes(*, rehearsal: bool) -> list[Shape]:
     ]
 
 
-def num_sets(shape: Shape, device: Device) -> int:
+def call_cost(call: AttentionCall) -> Cost:
+    """Bytes and operations of a decode call whose tables are full."""
+    return attention_cost(call, [call.table_width * call.block_size] * call.num_rows)
+
+
+def num_sets(call: AttentionCall, device: Device) -> int:
     """Sets of rows that calls take in turns, to have more keys and values than L2 holds."""
-    return int(np.clip(-(-2 * device.l2_bytes // shape.cost.kv_bytes), 1, MAX_SETS))
+    return int(np.clip(-(-2 * device.l2_bytes // call_cost(call).kv_bytes), 1, MAX_SETS))
 
 
-def num_turns(shape: Shape, device: Device, sets: int) -> int:
+def num_turns(call: AttentionCall, device: Device, sets: int) -> int:
     """Turns of the loop, of `sets` calls each, that take about `TARGET_SECONDS`."""
-    call_seconds = max(2 * shape.cost.floor_seconds(device), TARGET_SECONDS / MAX_CALLS)
+    call_seconds = max(2 * call_cost(call).floor_seconds(device), TARGET_SECONDS / MAX_CALLS)
     return max(1, round(TARGET_SECONDS / call_seconds / sets))
 
 
 def _prepare(context: Context, shape: Shape) -> Prepared:
     device = current_device()
-    sets = 2 if context.rehearsal else num_sets(shape, device)
-    turns = 1 if context.rehearsal else num_turns(shape, device, sets)
+    sets = 2 if context.rehearsal else num_sets(shape.call(), device)
+    turns = 1 if context.rehearsal else num_turns(shape.call(), device, sets)
     spec = Data.spec(shape.call(sets), sets)
     lowered, skipped = {}, {}
     for name, contender in CONTENDERS.items():
@@ -215,6 +222,8 @@ class _Runner:
             try:
                 outputs[name] = forms[name]()
             except Exception as error:
+                if not device_answers():
+                    raise LostDeviceError(f"decode/{self.shape.name}: {name}: {error}") from error
                 self.skipped[name] = f"{type(error).__name__}: {error}"[:300]
                 del forms[name]
         for _ in range(1 if self.context.rehearsal else ROUNDS):

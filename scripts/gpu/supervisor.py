@@ -20,7 +20,7 @@ MAX_DEATHS_OF_A_CONTENDER = 2
 class Limits:
     """Seconds without a new record after which a worker is taken to hang."""
 
-    item: float = 60.0
+    item: float = 100.0
     compiling: float = 150.0
 
 

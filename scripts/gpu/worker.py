@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from .records import Budget, RecordFile
 
+GROUP_SIZES = {"speed": 4, "step": 4}  # whose items have several or long programs
 MAX_REASON = 600  # characters of an error that are kept
 EXIT_LOST_DEVICE = 42
 
@@ -84,7 +85,7 @@ def work(items: Iterable[Item], context: Context, *, threads: int) -> None:
         threads: compilations at a time.
 
     Raises:
-        LostDeviceError: after an item; its result is recorded.
+        LostDeviceError: after an item whose result is recorded, or in a phase of one.
     """
     done = {result["item"] for result in context.records.results()}
     pending = [item for item in items if item.item_id not in done]
@@ -111,7 +112,8 @@ def _groups(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
     """Neighbours of one section, at most `size` of them."""
     group: list[Item] = []
     for item in items:
-        if group and (len(group) == size or group[0].section != item.section):
+        section = group[0].section if group else item.section
+        if section != item.section or len(group) == min(size, GROUP_SIZES.get(section, size)):
             yield group
             group = []
         group.append(item)
@@ -137,7 +139,12 @@ def _do_group(group: list[Item], context: Context, threads: int) -> None:
         context.records.append("begin", item=item.item_id, contender=item.contender)
         start = time.perf_counter()
         try:
-            fields = prepared.run(programs)
+            if not context.budget.has_room(item.section):
+                fields = {"status": "skipped", "reason": "time budget"}
+            else:
+                fields = prepared.run(programs)
+        except LostDeviceError:  # the last phase says with whom: the supervisor tries again
+            raise
         except NotImplementedError as error:
             fields = {"status": "unsupported", "reason": _short(error)}
         except Exception as error:
