@@ -15,7 +15,8 @@ CONTEXT = 2048
 PREFILL_ROWS = 4
 NUM_LAYERS = 4
 NUM_COPIES = 16
-KINDS = ("decode", "verify", "prefill", "kv_write", "block_copy", "step")
+KINDS = ("decode", "verify", "prefill", "kv_write", "block_copy", "swap_out", "swap_in", "step")
+MOVES = ("block_copy", "swap_out", "swap_in")  # of whole blocks, all layers
 BACKENDS = ("mosaic", "triton", "xla", "jax")  # "jax": JAX's own deprecated kernel
 
 
@@ -51,7 +52,7 @@ class Case:
         dim = f"{self.query_dim}in" * (self.query_dim is not None)
         short = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "float8_e4m3fn": "e4m3"}
         parts = [self.kind, f"s{self.block_size}"]
-        if self.kind not in ("kv_write", "block_copy"):
+        if self.kind not in ("kv_write", *MOVES):
             parts.append(f"g{self.group}")
         parts += [f"d{dim}{self.head_dim}", short.get(self.kv_dtype, self.kv_dtype)]
         parts += [f"t{self.new_tokens}"] * (self.new_tokens > 1) + ["big"] * self.is_big
@@ -76,7 +77,7 @@ class Case:
     def num_blocks(self) -> int:
         """Blocks of a layer: twice what the rows' contexts need, or a few over 2**31 elements."""
         if self.is_big:
-            layers = NUM_LAYERS if self.kind in ("step", "block_copy") else 1
+            layers = NUM_LAYERS if self.kind in ("step", *MOVES) else 1
             pools = 1 if self.backend == "jax" else 2  # its K and V are two arrays
             elements = layers * pools * NUM_KV_HEADS * self.block_size * self.head_dim
             return 2**31 // elements + 64
@@ -131,6 +132,8 @@ def all_cases() -> list[Case]:
             ]:
                 cases.append(add(kind=kind, block_size=size, kv_dtype=dtype, is_big=is_big))
         cases.append(add(kind="kv_write", new_tokens=512))
+        for kind in ("swap_out", "swap_in"):
+            cases += [add(kind=kind), add(kind=kind, kv_dtype="int8"), add(kind=kind, is_big=True)]
     for backend in ("mosaic", "triton", "xla"):
         for size in (16, 64):
             cases.append(Case(kind="step", backend=backend, block_size=size))

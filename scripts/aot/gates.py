@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from paged_jax_scripts.aot.cases import Case
+from paged_jax_scripts.aot.cases import MOVES, Case
 from paged_jax_scripts.aot.targets import TARGETS
 
 MAX_TEMP_SHARE = 0.02
@@ -80,7 +80,7 @@ def check_case(gpu: str, case: Case, facts: dict[str, Any]) -> list[str]:
         found.append("no Pallas kernel in the compiled program")
     if case.is_attention and case.backend in OURS:
         found += _check_attention(gpu, case, facts)
-    if case.kind in ("kv_write", "block_copy") and case.backend in OURS:
+    if case.kind in ("kv_write", *MOVES) and case.backend in OURS:
         wide = ("loads_16b", "bulk_copies", "bulk_stores")
         if not any(kernel["counts"].get(name) for kernel in facts["kernels"] for name in wide):
             found.append("no 16-byte load and no bulk copy")

@@ -18,7 +18,7 @@ from paged_jax_scripts.aot.cases import (
     Program,
 )
 from paged_jax_scripts.aot.jax_kernel import jax_program
-from pallas_kernels.block_copy import block_copy
+from pallas_kernels.block_copy import block_copy, block_gather, block_scatter
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.api import plan_attention
@@ -112,6 +112,31 @@ def _block_copy(case: Case) -> Program:
     )
 
 
+def _swap_out(case: Case) -> Program:
+    blocks, scales = _pool(case, NUM_LAYERS, case.num_blocks)
+
+    def run(blocks, scales, ids):
+        return block_gather(blocks, ids, kv_scales=scales, backend=case.backend)
+
+    return Program(run=run, args=(blocks, scales, _shape(NUM_COPIES)))
+
+
+def _swap_in(case: Case) -> Program:
+    blocks, scales = _pool(case, NUM_LAYERS, case.num_blocks)
+    buffer, buffer_scales = _pool(case, NUM_LAYERS, NUM_COPIES)
+
+    def run(blocks, scales, ids, buffer, buffer_scales):
+        given = {"kv_scales": scales, "block_scales": buffer_scales}
+        return block_scatter(blocks, ids, buffer, **given, backend=case.backend)
+
+    return Program(
+        run=run,
+        args=(blocks, scales, _shape(NUM_COPIES), buffer, buffer_scales),
+        donated=(0, 1),
+        pool_bytes=_bytes(blocks, scales),
+    )
+
+
 def _copy(blocks, scales, src, dst, *, backend):
     if scales is None:
         return block_copy(blocks, src, dst, backend=backend), None
@@ -177,5 +202,7 @@ _PROGRAMS = {
     "attention": _attention,
     "kv_write": _kv_write,
     "block_copy": _block_copy,
+    "swap_out": _swap_out,
+    "swap_in": _swap_in,
     "step": _step,
 }

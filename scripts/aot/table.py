@@ -31,8 +31,9 @@ reason below), {num_violations} violations. The figures as data: compile_report.
 - **CTA/SM**: resident thread blocks by threads (2048), registers (65536, by warps in units of
   256), shared memory (1 KB more than asked for) and the limit of 32; computed, not measured.
 - **16 B / loads**: LDG and LDGSTS instructions of 16 bytes, of all; **16 B / stores**: STG.
-  **bulk**: bulk copies in either direction (UTMALDG, UTMASTG, UBLKCP). **tensor**: HMMA (and IMMA, QMMA), HGMMA or UTC*MMA instructions. **SASS**: instructions
-  of the kernel, trailing padding excluded.
+  **bulk**: bulk copies in either direction (UTMALDG, UTMASTG, UBLKCP). **tensor**: HMMA (and IMMA,
+  QMMA), HGMMA or UTC*MMA instructions. **SASS**: instructions of the kernel, trailing padding
+  excluded.
 - **loop**: instructions of one turn of the main loop, hot path / whole body. From the basic blocks
   of `nvdisasm -c` the natural loops are found by dominators; the main loop is the innermost one
   with most tensor-core instructions (in a warp-specialised kernel: the consumer's). The hot path

@@ -8,7 +8,7 @@ here to machine code.
 import jax
 import pytest
 
-from paged_jax_scripts.aot.cases import Case, all_cases
+from paged_jax_scripts.aot.cases import MOVES, Case, all_cases
 from paged_jax_scripts.aot.compiler import lower_for
 from paged_jax_scripts.aot.gates import is_required
 from paged_jax_scripts.aot.programs import program
@@ -25,7 +25,12 @@ SAMPLE = {
         "triton/decode-s16-g4-d80-bf16",
         "triton/prefill-s64-g8-d256-bf16-t512",
     ],
-    "h200": ["mosaic/prefill-s16-g4-d128-bf16-t512", "triton/block_copy-s16-d128-bf16"],
+    "h200": [
+        "mosaic/prefill-s16-g4-d128-bf16-t512",
+        "triton/block_copy-s16-d128-bf16",
+        "triton/swap_out-s16-d128-bf16",
+        "triton/swap_in-s16-d128-int8",
+    ],
     "b200": [
         "mosaic/verify-s64-g4-d128-bf16-t4",
         "triton/decode-s16-g4-d128-e4m3",
@@ -68,7 +73,7 @@ def test_all_lower(gpu, case):
     check(gpu, case)
 
 
-@pytest.mark.parametrize("kind", ["decode", "prefill", "kv_write", "block_copy"])
+@pytest.mark.parametrize("kind", ["decode", "prefill", "kv_write", *MOVES])
 def test_offsets_into_a_large_pool_have_64_bits(kind):
     (case,) = [
         case for case in OURS if case.kind == kind and case.is_big and case.backend == "triton"
