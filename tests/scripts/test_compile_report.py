@@ -426,12 +426,17 @@ def test_without_cudas_compiler_it_says_what_to_do():
     assert "ptxas is in no nvidia wheel and not on PATH; run `make compile-report`" in result.stderr
 
 
-def test_a_process_that_aborts_is_a_finding(tmp_path, monkeypatch):
+def test_a_process_that_aborts_is_a_finding(tmp_path):
     """The worker forks for each case; here what it would compile aborts."""
-    from paged_jax_scripts.aot import worker
-
-    monkeypatch.setattr(worker, "compile_case", lambda *args: os.abort())
-    facts = worker.compile_apart("h100", "xla/step", tmp_path)
+    program = f"""
+import json, os, pathlib
+from paged_jax_scripts.aot import worker
+worker.compile_case = lambda *args: os.abort()
+print(json.dumps(worker.compile_apart("h100", "xla/step", pathlib.Path({str(tmp_path)!r}))))
+"""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    facts = json.loads(result.stdout)
     assert facts["status"] == "crashed"
     assert "ended with code -6" in facts["reason"]
 
