@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,10 @@ from jaxtyping import Array, Float, Int
 from paged_jax.config import ModelSpec, require
 from paged_jax.pool import NULL_BLOCK, KVPool
 from pallas_kernels.kv_write import kv_write
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import paged_attention, plan_attention
+
+if TYPE_CHECKING:
+    from pallas_kernels.paged_attention.work import Work
 
 ScoreFn = Callable[..., Array]
 
@@ -56,7 +59,7 @@ class KVCache(Protocol):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pool", "block_tables", "slot_mapping", "kv_lens", "q_lens"],
+    data_fields=["pool", "block_tables", "slot_mapping", "kv_lens", "q_lens", "work"],
     meta_fields=["backend", "interpret"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +74,7 @@ class PagedKVCache:
       q_lens: this step's new tokens a row; 0 marks a padding row.
       backend: attention backend, or None for the best one here.
       interpret: run a GPU backend in Pallas's interpreter (for tests).
+      work: what the layers share of the attention (``plan_attention``), or None.
     """
 
     pool: KVPool
@@ -80,6 +84,7 @@ class PagedKVCache:
     q_lens: Int[Array, "B"]
     backend: str | None = None
     interpret: bool = False
+    work: Work | None = None
 
     @classmethod
     def from_tables(
@@ -90,6 +95,7 @@ class PagedKVCache:
         q_lens: Int[Array, "B"],
         *,
         num_new: int,
+        num_heads: int | None = None,
         backend: str | None = None,
         interpret: bool = False,
     ) -> PagedKVCache:
@@ -101,6 +107,8 @@ class PagedKVCache:
           starts: position of each row's first new token.
           q_lens: new tokens a row, at most ``num_new``.
           num_new: padded width of a row (T).
+          num_heads: query heads (H), where all layers have as many: GPU attention is then planned
+            once for all of them.
           backend: attention backend, or None for the best one here.
           interpret: run a GPU backend in Pallas's interpreter (for tests).
         """
@@ -112,7 +120,18 @@ class PagedKVCache:
         block_ids = jnp.where(is_new, jnp.take_along_axis(block_tables, entry, axis=1), NULL_BLOCK)
         slot_mapping = block_ids * block_size + jnp.where(is_new, positions % block_size, 0)
         kv_lens = jnp.where(q_lens > 0, starts + q_lens, 0)
-        return cls(pool, block_tables, slot_mapping, kv_lens, q_lens, backend, interpret)
+        work = None
+        if num_heads is not None:
+            work = plan_attention(
+                jax.ShapeDtypeStruct(pool.blocks.shape[1:], pool.blocks.dtype),
+                kv_lens,
+                q_lens,
+                num_heads=num_heads,
+                num_new=num_new,
+                backend=backend,
+                interpret=interpret,
+            )
+        return cls(pool, block_tables, slot_mapping, kv_lens, q_lens, backend, interpret, work)
 
     def attend(
         self,
@@ -140,6 +159,7 @@ class PagedKVCache:
             self.kv_lens,
             self.q_lens,
             kv_scales=flat.scales,
+            work=self.work,
             backend=self.backend,
             interpret=self.interpret,
             **options,

@@ -44,7 +44,12 @@ class StepOutputs:
 
 @functools.lru_cache(maxsize=16)
 def make_step(
-    apply: ApplyFn, *, backend: str | None, donate: bool, interpret: bool = False
+    apply: ApplyFn,
+    *,
+    backend: str | None,
+    donate: bool,
+    interpret: bool = False,
+    num_heads: int | None = None,
 ) -> Callable[..., Any]:
     """Build the jitted step of a model, or return it: engines of one model share their programs.
 
@@ -53,6 +58,7 @@ def make_step(
       backend: attention backend, or None.
       donate: give pool and row state to the step, so that they are updated in place.
       interpret: run a GPU backend in Pallas's interpreter (for tests).
+      num_heads: the model's query heads (H), which lets the layers share one plan on a GPU.
 
     Returns:
       ``step(params, pool, state, packed, *, layout) -> (pool, state, StepOutputs)``.
@@ -62,7 +68,16 @@ def make_step(
         params: Any, pool: KVPool, state: RowState, packed: Array, *, layout: BatchLayout
     ) -> tuple[KVPool, RowState, StepOutputs]:
         inputs = unpack(packed, layout)
-        cache = _cache(pool, inputs, layout, backend=backend, interpret=interpret)
+        cache = PagedKVCache.from_tables(
+            pool,
+            inputs.block_tables,
+            inputs.start,
+            inputs.num_new,
+            num_new=layout.num_new,
+            num_heads=num_heads,
+            backend=backend,
+            interpret=interpret,
+        )
         pool, logits = _run_model(apply, params, cache, state, inputs, layout)
         prompt = None
         if layout.prompt_logprobs is not None:
@@ -75,21 +90,6 @@ def make_step(
 
     donated = ("pool", "state") if donate else ()
     return jax.jit(step, static_argnames=("layout",), donate_argnames=donated)
-
-
-def _cache(
-    pool: KVPool, inputs: StepInputs, layout: BatchLayout, *, backend: str | None, interpret: bool
-) -> PagedKVCache:
-    """The rows' view of the pool."""
-    return PagedKVCache.from_tables(
-        pool,
-        inputs.block_tables,
-        inputs.start,
-        inputs.num_new,
-        num_new=layout.num_new,
-        backend=backend,
-        interpret=interpret,
-    )
 
 
 def _run_model(

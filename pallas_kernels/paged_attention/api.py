@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -149,7 +150,7 @@ def paged_attention(
 
 
 def plan_attention(
-    kv_blocks: Shaped[Array, "N 2 K S D"],
+    kv_blocks: Shaped[Array, "N 2 K S D"] | jax.ShapeDtypeStruct,
     kv_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],
     *,

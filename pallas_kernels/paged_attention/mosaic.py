@@ -1,5 +1,6 @@
 """`paged_attention` in Pallas Mosaic GPU: the decode kernel for few queries, else prefill."""
 
+import jax
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.devices import H100, Device, current_device
@@ -62,7 +63,7 @@ def paged_attention_mosaic(
 
 
 def plan(
-    kv_blocks: Shaped[Array, "N 2 K S D"],
+    kv_blocks: Shaped[Array, "N 2 K S D"] | jax.ShapeDtypeStruct,
     kv_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],
     *,

@@ -1,13 +1,17 @@
 """Paged and dense caches give a layer the same attention, whatever the options."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from paged_jax.cache import DenseKVCache, PagedKVCache
 from paged_jax.config import ModelSpec
 from paged_jax.pool import KVPool
+from pallas_kernels.devices import H100
 
 SPEC = ModelSpec(
     num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8, vocab_size=10, max_position=64
@@ -88,3 +92,42 @@ def test_caches_are_pytrees_that_jit_takes():
     same = jax.jit(lambda tree: tree)(cache)
     assert isinstance(same, PagedKVCache)
     assert same.backend == cache.backend
+
+
+def test_layers_of_a_gpu_step_share_one_plan():
+    """Planned before the scan over layers, not in it: no sort in the loop's body."""
+    spec = ModelSpec(
+        num_layers=3, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=10, max_position=64
+    )
+    shape = jax.ShapeDtypeStruct
+    pool = jax.eval_shape(
+        lambda: KVPool.create(spec, num_blocks=9, block_size=16, dtype=jnp.bfloat16)
+    )
+    x = shape((4, 1, 8, 64), jnp.bfloat16)
+    lens, tables = shape((4,), jnp.int32), shape((4, 4), jnp.int32)
+
+    def step(pool, x, tables, starts, q_lens, *, num_heads):
+        cache = PagedKVCache.from_tables(
+            pool, tables, starts, q_lens, num_new=1, num_heads=num_heads
+        )
+
+        def layer(carry, index):
+            cache, x = carry
+            x, cache = cache.attend(index, x, x[:, :, :2], x[:, :, :2])
+            return (cache, x), None
+
+        (cache, x), _ = jax.lax.scan(layer, (cache, x), jnp.arange(3, dtype=jnp.int32))
+        return cache.pool, x
+
+    device = AbstractDevice(device_kind=H100.kind, num_cores=H100.num_sms, platform="cuda")
+    bodies = []
+    for num_heads in (8, None):
+        with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+            traced = jax.jit(functools.partial(step, num_heads=num_heads)).trace(
+                pool, x, tables, lens, lens
+            )
+        (scan,) = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan"]
+        bodies.append(str(scan.params["jaxpr"]))
+    planned, unplanned = bodies
+    assert "sort" not in planned
+    assert "sort" in unplanned
