@@ -26,7 +26,14 @@ def _triton() -> Backend:
     return Backend(run=triton.move_blocks_triton, unsupported=triton.unsupported)
 
 
+def _mosaic() -> Backend:
+    from pallas_kernels.block_copy import mosaic
+
+    return Backend(run=mosaic.move_blocks_mosaic, unsupported=mosaic.unsupported)
+
+
 BACKENDS = {
+    "mosaic": _mosaic,
     "triton": _triton,
     "xla": lambda: Backend(run=move_blocks_xla),
     "reference": lambda: Backend(run=move_blocks_reference),

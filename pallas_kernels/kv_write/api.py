@@ -24,7 +24,14 @@ def _triton() -> Backend:
     return Backend(run=triton.kv_write_triton, unsupported=triton.unsupported)
 
 
+def _mosaic() -> Backend:
+    from pallas_kernels.kv_write import mosaic
+
+    return Backend(run=mosaic.kv_write_mosaic, unsupported=mosaic.unsupported)
+
+
 BACKENDS = {
+    "mosaic": _mosaic,
     "triton": _triton,
     "xla": lambda: Backend(run=kv_write_xla),
     "reference": lambda: Backend(run=kv_write_reference),
