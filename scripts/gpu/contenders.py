@@ -15,6 +15,7 @@ from jax.experimental.layout import Format, Layout
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.call import AttentionCall
 
+DISTINCT_VALUES = 2**23  # random numbers drawn on the host; blocks repeat after these
 CHANGE = 1e-6  # of the queries from call to call: a dependency, no other input
 
 
@@ -56,11 +57,10 @@ class Data:
     def make(self) -> "Data":
         """Draw values: a pool of random blocks, some of them alike, in shuffled tables."""
         rng = np.random.default_rng(0)
-        distinct = min(self.pool.shape[0], 2039)  # a prime: equal blocks lie far apart
-        base = rng.standard_normal((distinct, *self.pool.shape[1:]), np.float32)
-        base = jnp.asarray(base, self.pool.dtype)
-        repeats = -(-self.pool.shape[0] // distinct)
-        pool = jax.jit(lambda x: jnp.tile(x, (repeats, 1, 1, 1, 1))[: self.pool.shape[0]])(base)
+        num_blocks, *block = self.pool.shape
+        distinct = min(num_blocks, max(7, DISTINCT_VALUES // int(np.prod(block))))
+        base = jnp.asarray(rng.standard_normal((distinct, *block), np.float32), self.pool.dtype)
+        pool = jax.jit(lambda x: x[jnp.arange(num_blocks) % distinct])(base)
         tables = 1 + rng.permutation(self.tables.size).reshape(self.tables.shape)
         q = rng.standard_normal(self.q.shape, np.float32)
         return dataclasses.replace(

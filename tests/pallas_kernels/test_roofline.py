@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from pallas_kernels.paged_attention.roofline import (
     kv_bytes_per_token,
     kv_write_cost,
 )
+from scripts.gpu import floors
 
 CALL = AttentionCall(
     num_rows=2,
@@ -91,3 +93,13 @@ def test_lengths_that_do_not_fit():
         attention_cost(CALL, [3, 3], [1, 1, 1])
     with pytest.raises(ValueError, match=r"q_len is 4; must be within 0\.\.kv_len=3"):
         attention_cost(CALL, [3, 3], [4, 1])
+
+
+def test_floors_in_the_docs_are_current():
+    page = (Path(floors.__file__).parents[2] / "docs" / "kernels.md").read_text()
+    assert page == floors.updated(page), "python -m paged_jax_scripts.gpu.floors docs/kernels.md"
+
+
+def test_a_page_without_markers():
+    with pytest.raises(ValueError, match="the page must have the lines"):
+        floors.updated("no table here")
