@@ -50,16 +50,21 @@ def check(gpu: str, cases: list[Case], results: dict[str, dict[str, Any]]) -> li
 def is_required(gpu: str, case: Case) -> bool:
     """Whether one of our backends must take a case on a GPU.
 
-    Triton takes everything but e4m3 before compute capability 8.9; Mosaic the 16-bit pools whose
-    head dim its copies can tile, on Hopper, and decode on Blackwell too.
+    Triton takes everything but e4m3 before compute capability 8.9. Mosaic needs Hopper: it moves
+    blocks and writes what needs no conversion, and attends to 16-bit pools whose head dim its
+    copies can tile; its prefill is not for Blackwell.
     """
     if case.backend == "triton":
         return not (case.kv_dtype == "float8_e4m3fn" and gpu == "a100")
-    if gpu == "a100" or case.kv_dtype not in ("bfloat16", "float16") or case.head_dim % 64:
+    if gpu == "a100":
         return False
-    if gpu == "b200" and case.kind == "prefill":
+    if case.kind in MOVES:
+        return True
+    if case.kind == "kv_write":
+        return case.kv_dtype == case.q_dtype
+    if case.kv_dtype not in ("bfloat16", "float16") or case.head_dim % 64:
         return False
-    return case.is_attention
+    return case.is_attention and (gpu, case.kind) != ("b200", "prefill")
 
 
 def check_case(gpu: str, case: Case, facts: dict[str, Any]) -> list[str]:
@@ -176,6 +181,9 @@ def _compare_with_jax(
 
 def _check_offsets(case: Case, facts: dict[str, Any]) -> list[str]:
     wide = facts["wide"]
+    longest = max((kernel["largest_axis"] for kernel in facts["kernels"]), default=0)
+    if longest >= 2**31:
+        return [f"a Mosaic kernel indexes an axis of {longest} positions with 32 bits"]
     if wide["narrow"]:
         return [f"32-bit offset into a pool above 2**31 elements: {wide['narrow'][0]}"]
     if case.backend == "triton" and not wide["accesses"]:

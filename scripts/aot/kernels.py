@@ -42,6 +42,8 @@ class KernelFacts:
             others of its size: the ring of K and V tiles; 0 for Triton.
         mma_columns: least n of the products that a Mosaic module asks of warp-level tensor-core
             instructions; 0 without any.
+        largest_axis: most positions of an axis of any array of a Mosaic module, which indexes
+            axes with 32 bits and multiplies by strides with 64; 0 for Triton.
     """
 
     name: str
@@ -59,6 +61,7 @@ class KernelFacts:
     loop: dict[str, Any] | None
     ring_bytes: int
     mma_columns: int
+    largest_axis: int
 
 
 @functools.cache
@@ -108,8 +111,14 @@ def kernel_facts(folder: Path, hlo: str, device: Device) -> list[KernelFacts]:
         module = path.with_name(f"{path.stem}.before_layout_inference.txt")
         text, name = module.read_text(), re.sub(r"_\d+$", "", path.stem)
         facts = _facts(name, "mosaic", path, parse_gpu_launch(text), device)
-        columns = parse_mma_columns(text)
-        found.append(dataclasses.replace(facts, ring_bytes=parse_ring(text), mma_columns=columns))
+        found.append(
+            dataclasses.replace(
+                facts,
+                ring_bytes=parse_ring(text),
+                mma_columns=parse_mma_columns(text),
+                largest_axis=parse_largest_axis(text),
+            )
+        )
     return found
 
 
@@ -188,6 +197,16 @@ def parse_ring(text: str) -> int:
     return sum(size for size in buffers.values() if size == largest)
 
 
+def parse_largest_axis(text: str) -> int:
+    """Most positions of an axis of the arrays in a Mosaic module.
+
+    >>> parse_largest_axis("memref<4x65600x128xbf16, strided<[8396800, 128, 1]>>")
+    65600
+    """
+    shapes = re.findall(r"memref<((?:\d+x)+)", text)
+    return max((int(x) for shape in shapes for x in shape[:-1].split("x")), default=0)
+
+
 def parse_mma_columns(text: str) -> int:
     """Least n of a Mosaic module's `mma` accumulators, 0 without any.
 
@@ -246,4 +265,5 @@ def _facts(name: str, compiler: str, ptx: Path, launch: Launch, device: Device) 
         loop=dataclasses.asdict(sass.loop_cost(blocks, loop)) if loop else None,
         ring_bytes=0,
         mma_columns=0,
+        largest_axis=0,
     )

@@ -56,7 +56,8 @@ reason below), {num_violations} violations. The figures as data: compile_report.
   HLO. The step is a scan over {layers} layers of write and attention, after the block copies, the
   pool donated and in the carry.
 - **Offsets** of a `big` pool: in the Triton IR, each access of the pool has a 64-bit offset.
-  Mosaic's bulk copies take coordinates of blocks and rows, which the copy engine multiplies.
+  A Mosaic kernel indexes each axis with 32 bits and multiplies by strides with 64 (in its bulk
+  copies the copy engine does): none of its arrays may have an axis of 2^31 positions.
 """
 
 _KERNEL = (

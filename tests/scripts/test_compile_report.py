@@ -190,6 +190,7 @@ def make_kernel(**changes) -> dict[str, Any]:
         loop=loop,
         ring_bytes=0,
         mma_columns=0,
+        largest_axis=0,
     )
     return {**dataclasses.asdict(facts), **changes}
 
@@ -329,6 +330,12 @@ def test_offsets_of_a_large_pool():
     facts["wide"] = {"accesses": 0, "narrow": []}
     assert gates.check_case("h100", case, facts) == [
         "found no access to the large pool in the Triton IR"
+    ]
+    mosaic = make_case(kind="kv_write", backend="mosaic", is_big=True)
+    facts = make_facts(mosaic, make_kernel(largest_axis=2**31))
+    facts["wide"] = {"accesses": 0, "narrow": []}
+    assert gates.check_case("h100", mosaic, facts) == [
+        "a Mosaic kernel indexes an axis of 2147483648 positions with 32 bits"
     ]
 
 
