@@ -2,11 +2,15 @@
 
 import dataclasses
 
+from jax._src import lib as jax_lib  # nothing public tells the version of CUDA
+
 from pallas_kernels.devices import Device
 from pallas_kernels.paged_attention.call import AttentionCall
 
 WARPGROUP_ROWS = 64  # query rows a consumer warpgroup holds: M of one WGMMA
 MAX_STAGES = 6
+# JAX's own attention_mgpu refuses these for causal masks, "due to a ptxas miscompilation".
+MISCOMPILING_CUDA = range(12080, 12091)
 SMEM_SLACK = 4096  # bytes for barriers, alignment and the compiler's own scratch
 
 
@@ -45,6 +49,12 @@ class MosaicPrefillConfig:
         """Shared memory of a thread block, bytes, for a 16-bit pool."""
         elements = (self.tile_rows + 2 * self.num_stages * self.tile_tokens) * head_dim
         return 2 * elements + 4 * self.tile_rows + SMEM_SLACK
+
+
+def cuda_runtime_version() -> int:
+    """1000 * major + 10 * minor of the CUDA that JAX's plugin uses; 0 where there is no plugin."""
+    versions = getattr(jax_lib, "cuda_versions", None)
+    return 0 if versions is None else versions.cuda_runtime_get_version()
 
 
 def pick_tile_tokens(block_size: int, head_dim: int) -> int | None:
@@ -87,10 +97,9 @@ def unsupported_prefill(call: AttentionCall, device: Device) -> str | None:
     if call.has_score_fn:
         return "score_fn (only reference and xla take it)"
     if device.compute_capability is None or device.compute_capability[0] != 9:
-        return (
-            "prefill is written for compute capability 9.x (Hopper), "
-            f"not {device.kind} ({device.compute_capability})"
-        )
+        return f"prefill needs compute capability 9.x (WGMMA); {device.kind} has another"
+    if cuda_runtime_version() in MISCOMPILING_CUDA:
+        return "prefill with CUDA 12.8 or 12.9, whose ptxas miscompiles causal masks (13 works)"
     if call.is_quantized:
         return f"prefill from a pool of {call.kv_dtype} (must be bfloat16 or float16)"
     if call.kv_dtype not in ("bfloat16", "float16"):

@@ -12,6 +12,7 @@ from suites import attention_cases
 from suites.attention_cases import Case
 
 from pallas_kernels.devices import A100, B200, H100, H200
+from pallas_kernels.paged_attention import mosaic_prefill_config
 from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.mosaic_prefill import (
     paged_attention_mosaic_prefill,
@@ -205,6 +206,16 @@ def test_lowers_for_cuda_with_every_option():
 def test_unsupported_says_why(device, settings, reason):
     answer = unsupported_prefill(dataclasses.replace(LLAMA, **settings), device)
     assert answer is reason is None or reason in answer
+
+
+def test_unsupported_where_ptxas_miscompiles(monkeypatch):
+    class Versions:
+        @staticmethod
+        def cuda_runtime_get_version():
+            return 12090
+
+    monkeypatch.setattr(mosaic_prefill_config.jax_lib, "cuda_versions", Versions)
+    assert "CUDA 12.8 or 12.9" in str(unsupported_prefill(LLAMA, H100))
 
 
 @pytest.mark.parametrize(("settings", "rows", "tokens", "stages"), [
