@@ -73,8 +73,9 @@ def paged_attention_triton(
 
     `config` overrides the choice of `pick_triton_config`.
 
-    Products are of q's dtype where it has 16 bits and the pool has the same or 8, else float32
-    by three TF32 products, which is float32's accuracy but for the last bits.
+    Products are of q's dtype where it has 16 bits and the pool has the same or 8 bits; else of
+    float32, as three TF32 products (float32's accuracy but for its last bits), or as one TF32
+    product (10 bits of mantissa) at head dim 256.
     """
     assert score_fn is None, "see unsupported()"
     B, T, H, D = q.shape

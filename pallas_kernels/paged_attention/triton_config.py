@@ -7,12 +7,11 @@ from pallas_kernels.paged_attention.call import AttentionCall
 
 MIN_ROWS = 16  # rows of a tensor core's tile
 MIN_TOKENS = 16
-MAX_TOKENS, MAX_TOKENS_OF_MANY_ROWS = 128, 64
-MANY_ROWS = 64  # from here on the scores of a tile fill the registers, not the keys the memory
+MANY_ROWS = 64  # from here on registers hold one program, and prefill is bound by products
 MAX_SPLITS = 32
-MAX_STAGES = 5
+MAX_STAGES = 11
 TILES_PER_SPLIT = 2  # with fewer, starting a program and merging cost more than its share
-REGISTERS_PER_THREAD, REGISTERS_PER_SM = 128, 65_536
+REGISTERS_PER_SM = 65_536
 RESERVED_SMEM = 1024  # of each resident program
 LATENCY = 1.35e-6  # seconds from the request for a block to its arrival, memory being busy
 MIN_IN_FLIGHT = 32 * 1024
@@ -28,8 +27,8 @@ class TritonConfig:
         tokens: KV positions of a tile, a power of two from 16.
         splits: programs that share a row's context.
         num_warps: warps of a program, a power of two.
-        num_stages: software pipeline: the table is read one tile ahead of the blocks, and these
-            `num_stages - 2` tiles ahead of their use.
+        num_stages: depth of the software pipeline. Half of it is the table's, read ahead of the
+            blocks it names, and half the blocks': 3 buffers one tile of them, 5 two, 7 three.
     """
 
     rows: int
@@ -50,7 +49,7 @@ class TritonConfig:
     @property
     def num_buffers(self) -> int:
         """Tiles of keys and values that shared memory holds at a time."""
-        return max(1, self.num_stages - 2)
+        return max(1, (self.num_stages - 1) // 2)
 
 
 def next_power_of_two(n: int) -> int:
@@ -65,35 +64,54 @@ def next_power_of_two(n: int) -> int:
 def pick_triton_config(call: AttentionCall, device: Device) -> TritonConfig:
     """The configuration of a call, by a model of what keeps the memory busy.
 
-    1. The query rows of a KV head share a tile where they fit, so that each key and value is
-       read once for the whole group; more rows are tiled.
-    2. Tiles of keys and values are as long as leaves room for two programs on a multiprocessor,
-       then as many are buffered as `bytes_in_flight` must have for `bytes_wanted`.
-    3. The context is split until every multiprocessor has its programs, while a full table still
+    1. The query rows of a KV head share a tile where the registers hold them, so that each key
+       and value is read once for the whole group; more rows are tiled.
+    2. Tiles of keys and values are as long as the registers (`_tile_shape`) and shared memory
+       allow: that of two programs where the registers hold two, as one then loads while the
+       other computes.
+    3. Where the memory is what bounds the call (few rows a tile), tiles are buffered ahead until
+       `bytes_in_flight` reaches `bytes_wanted`.
+    4. The context is split until every multiprocessor has its programs, while a full table still
        gives each split `TILES_PER_SPLIT` tiles.
     """
     num_rows = call.num_new * call.group
-    many = MANY_ROWS if call.head_dim > 128 or _operand_itemsize(call) == 4 else 2 * MANY_ROWS
-    rows = min(max(next_power_of_two(num_rows), MIN_ROWS), many)
-    tokens = MAX_TOKENS_OF_MANY_ROWS if rows >= MANY_ROWS else MAX_TOKENS
-    while True:
-        num_warps = 8 if rows >= MANY_ROWS or tokens >= 128 else 4
-        config = TritonConfig(rows=rows, tokens=tokens, splits=1, num_warps=num_warps, num_stages=3)
-        if tokens == MIN_TOKENS or num_resident(call, device, config) >= 2:
-            break
-        tokens //= 2
-    while config.num_stages < MAX_STAGES:
-        if bytes_in_flight(call, device, config) >= bytes_wanted(device):
-            break
-        deeper = dataclasses.replace(config, num_stages=config.num_stages + 1)
-        if num_resident(call, device, deeper) < 2:
+    config = _tile_shape(call, num_rows)
+    wanted = min(2, _resident_by_registers(call, config))
+    while config.tokens > MIN_TOKENS and num_resident(call, device, config) < wanted:
+        config = dataclasses.replace(config, tokens=config.tokens // 2)
+    while config.rows < MANY_ROWS and bytes_in_flight(call, device, config) < bytes_wanted(device):
+        deeper = dataclasses.replace(config, num_stages=config.num_stages + 2)
+        if deeper.num_stages > MAX_STAGES or bytes_in_flight(
+            call, device, deeper
+        ) <= bytes_in_flight(call, device, config):
             break
         config = deeper
-    programs = -(-num_rows // rows) * call.num_kv_heads * call.num_rows
+    programs = -(-num_rows // config.rows) * call.num_kv_heads * call.num_rows
     slots = max(1, num_resident(call, device, config)) * device.num_sms
-    most = call.table_width * call.block_size // (TILES_PER_SPLIT * tokens)
+    most = call.table_width * call.block_size // (TILES_PER_SPLIT * config.tokens)
     splits = max(1, min(slots // programs, most, MAX_SPLITS))
     return dataclasses.replace(config, splits=splits)
+
+
+def _tile_shape(call: AttentionCall, num_rows: int) -> TritonConfig:
+    """Rows, tokens and warps that compile without spills on A100, H100, H200 and B200."""
+    padded = next_power_of_two(call.head_dim)
+    exact = _operand_itemsize(call) == 4
+    if exact:
+        most = 16 if padded > 128 else 32
+    else:
+        most = MANY_ROWS if padded > 128 or call.is_quantized else 2 * MANY_ROWS
+    rows = min(max(next_power_of_two(num_rows), MIN_ROWS), most)
+    if exact:
+        tokens = 32
+    elif call.is_quantized:
+        tokens = 8192 // padded
+    else:
+        tokens = 128 if rows == MIN_ROWS and padded <= 128 else 64
+    if rows >= MANY_ROWS:
+        tokens = min(tokens, 64)
+    few = rows < MANY_ROWS and tokens <= 64 and not exact and not call.is_quantized
+    return TritonConfig(rows=rows, tokens=tokens, splits=1, num_warps=4 if few else 8, num_stages=3)
 
 
 def tile_bytes(call: AttentionCall, config: TritonConfig) -> int:
@@ -112,11 +130,16 @@ def num_resident(call: AttentionCall, device: Device, config: TritonConfig) -> i
     smem = smem_bytes(call, config)
     if smem > device.smem_per_block:
         return 0
-    threads = 32 * config.num_warps
-    return min(
-        device.smem_per_sm // (smem + RESERVED_SMEM),
-        REGISTERS_PER_SM // (REGISTERS_PER_THREAD * threads),
-    )
+    by_smem = device.smem_per_sm // (smem + RESERVED_SMEM)
+    return min(by_smem, _resident_by_registers(call, config))
+
+
+def _resident_by_registers(call: AttentionCall, config: TritonConfig) -> int:
+    if _operand_itemsize(call) == 4 or config.rows >= MANY_ROWS or call.is_quantized:
+        registers = 255
+    else:
+        registers = 168 if call.head_dim > 128 or config.rows > 16 else 128
+    return REGISTERS_PER_SM // (registers * 32 * config.num_warps)
 
 
 def bytes_in_flight(call: AttentionCall, device: Device, config: TritonConfig) -> int:

@@ -268,9 +268,12 @@ def _accumulate(sums: Sums, s, v, v_scale, static: Static) -> Sums:
 
 def _dot(a: Array, b: Array, static: Static, *, trans_b: bool = False) -> Array:
     precision = None
-    if static.dtype == jnp.float32:
-        tf32 = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-        precision = lax.Precision.HIGHEST if static.interpret else tf32
+    if static.interpret:
+        precision = lax.Precision.HIGHEST
+    elif static.dtype == jnp.float32:
+        # Three products need both halves of a in registers, which hold 128 channels of them.
+        tf32 = lax.DotAlgorithmPreset
+        precision = tf32.TF32_TF32_F32_X3 if static.padded_dim <= 128 else tf32.TF32_TF32_F32
     return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
 
 

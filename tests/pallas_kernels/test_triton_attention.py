@@ -101,7 +101,7 @@ def test_a_windowed_chunk_skips_the_blocks_before():
 
 def test_splits_do_not_change_the_answer():
     case = dataclasses.replace(BASE, kv_lens=(200, 3, 90), sinks=True, soft_cap=3.0)
-    for splits in (1, 2, 5, 32):
+    for splits in (1, 2, 32):
         check(dataclasses.replace(SMALL, splits=splits), **dataclasses.asdict(case))
 
 
