@@ -7,22 +7,17 @@ and the first program of a block moves its scales. Programs of padding do nothin
 import dataclasses
 import functools
 import math
-import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int
 
 from pallas_kernels.block_copy.blocks import Blocks
 from pallas_kernels.block_copy.call import CopyCall
 from pallas_kernels.devices import Device
-
-with warnings.catch_warnings():
-    # Deprecated since JAX 0.11; this backend is used for as long as JAX ships it.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from jax.experimental.pallas import triton as plgpu
 
 PIECE_BYTES = 8192  # four warps, each thread 64 bytes
 

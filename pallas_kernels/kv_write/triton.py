@@ -6,22 +6,17 @@ bytes a thread. Programs of padding do nothing, so the null block is not written
 
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.devices import Device
 from pallas_kernels.kv_write.call import WriteCall
 from pallas_kernels.quantize import magnitude, scale_and_factor, store
-
-with warnings.catch_warnings():
-    # Deprecated since JAX 0.11; this backend is used for as long as JAX ships it.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from jax.experimental.pallas import triton as plgpu
 
 MAX_TILE = 8192  # elements of one program's keys; more heads take more programs
 

@@ -1,16 +1,21 @@
 """One suite for every backend of `block_copy`, `block_gather` and `block_scatter`."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.block_copy import block_copy, block_gather, block_scatter, check_copies
+from pallas_kernels.block_copy.api import BACKENDS as BACKENDS_OF_OP
+from pallas_kernels.block_copy.call import CopyCall
 from pallas_kernels.block_copy.xla import _copy_all, _copy_loop, _scatter_all, _scatter_loop
+from pallas_kernels.devices import A100, H100
 
-BACKENDS = ("reference", "xla", "triton")
+BACKENDS = ("reference", "xla", "triton", "mosaic")
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 SRC, DST = np.int32([1, 1, 5, 0, 0]), np.int32([3, 2, 4, 0, 0])
 STATIC = ("backend", "interpret")
@@ -92,6 +97,73 @@ def test_out_and_in_again_changes_nothing(backend):
     wiped[:, ids] = np.nan
     out = named(block_scatter, backend)(wiped, ids, blocks)
     np.testing.assert_array_equal(out[:, 1:], before[:, 1:])
+
+
+def test_gpu_kernels_leave_the_null_block_alone():
+    """Padding is skipped, not written."""
+    before, _ = pool()
+    blocks = np.full_like(before[:, :2], np.nan)
+    for name in ("triton", "mosaic"):
+        out = named(block_scatter, name)(before, np.int32([0, 3]), blocks)
+        np.testing.assert_array_equal(out[:, 0], before[:, 0])
+
+
+CALL = CopyCall(
+    num_layers=32,
+    num_blocks=1000,
+    block_shape=(2, 8, 16, 128),
+    num_pairs=64,
+    dtype="bfloat16",
+    has_scales=False,
+)
+IS_8BIT = {"dtype": "int8", "has_scales": True}
+OLD = dataclasses.replace(A100, compute_capability=(7, 5))
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "changes", "reason"),
+    [
+        ("triton", A100, IS_8BIT, None),
+        ("triton", A100, {"dtype": "float8_e4m3fn"}, "needs compute capability 8.9"),
+        ("triton", OLD, {}, "needs compute capability 8.0"),
+        ("triton", H100, {**IS_8BIT, "num_blocks": 2100}, "32-bit offsets"),
+        ("triton", H100, {**IS_8BIT, "num_blocks": 4200}, None),
+        ("triton", H100, {"block_shape": (2, 3, 1, 5)}, "has no 16-byte pieces"),
+        ("mosaic", H100, {**IS_8BIT, "num_blocks": 2100}, None),
+        ("mosaic", A100, {}, "needs compute capability 9.0"),
+        ("mosaic", H100, {"block_shape": (2, 3, 1, 5)}, "has no 16-byte rows"),
+        ("mosaic", H100, {**IS_8BIT, "block_shape": (2, 3, 1, 64)}, "scales of a block have no"),
+    ],
+)
+def test_what_kernels_cannot_take_has_a_reason(backend, device, changes, reason):
+    found = BACKENDS_OF_OP[backend]().unsupported(dataclasses.replace(CALL, **changes), device)
+    assert found is None if reason is None else reason in found
+
+
+# It is used for as long as JAX ships it.
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [(2, 8, 16, 128), (2, 3, 8, 80), (2, 1, 128, 256)])
+def test_lowers_for_cuda(backend, dtype, block):
+    shape = jax.ShapeDtypeStruct
+
+    def shapes(num_blocks):
+        blocks = shape((4, num_blocks, *block), jnp.dtype(dtype))
+        is_8bit = blocks.dtype.itemsize == 1
+        return blocks, shape(blocks.shape[:5], jnp.float32) if is_8bit else None
+
+    def run(pool, buffer, ids):
+        options = {"kv_scales": pool[1], "backend": backend}
+        copied = block_copy(pool[0], ids, ids + 1, **options)
+        gathered = block_gather(pool[0], ids, **options)
+        put = block_scatter(pool[0], ids, buffer[0], block_scales=buffer[1], **options)
+        return copied, gathered, put
+
+    device = AbstractDevice(device_kind=H100.kind, num_cores=None, platform="cuda")
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        args = shapes(99), shapes(5), shape((5,), jnp.int32)
+        jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",))
 
 
 def test_the_two_forms_of_xla_agree():
