@@ -1,6 +1,7 @@
 """Calls of the ops with everything that must not be read poisoned."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -74,6 +75,7 @@ class AttentionArrays:
     scalars: dict[str, Any]
 
 
+@functools.lru_cache(maxsize=4)  # the backends of a case follow one another
 def attention_arrays(case: AttentionCase) -> AttentionArrays:
     """Draw queries, a pool and shuffled tables; NaN or the largest values wherever nothing may be
     read, -1 or 2**30 in table entries that are not in use.

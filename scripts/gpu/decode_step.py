@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention.arg_specs import HEAD_SHAPES, HeadShape
 
 from .big_pool import free_bytes
 from .numerics import memory_of
-from .worker import Context, Item, Prepared, Programs, use
+from .worker import Context, Item, Prepared, Programs, lower, use
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ def _prepare(context: Context, shape: StepShape, backend: str) -> Prepared:
     tables = struct((shape.batch, (shape.num_blocks - 1) // shape.batch), jnp.int32)
     lens = struct((shape.batch,), jnp.int32)
     step = functools.partial(decode_step, shape=shape, backend=backend, interpret=context.rehearsal)
-    lowered = jax.jit(step, donate_argnums=0).lower(pool, x, weights, tables, lens)
+    lowered = lower(jax.jit(step, donate_argnums=0), pool, x, weights, tables, lens)
     pool_bytes = 2 * int(np.prod(shape.pool_shape))
 
     def run(programs: Programs) -> dict[str, Any]:

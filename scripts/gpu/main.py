@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def _work(out: Path) -> int:
         records=records,
     )
     try:
-        worker.work(_items(context), context, threads=_THREADS.value)
+        worker.work(all_items(context, _SECTIONS.value), context, threads=_THREADS.value)
     except worker.LostDeviceError as error:
         print(f"{error}: the device answers no more; a new process", flush=True)
         sys.stdout.flush()
@@ -117,13 +117,14 @@ def _work(out: Path) -> int:
     return 0
 
 
-def _items(context: Any) -> Iterator[Any]:
+def all_items(context: Any, sections: Sequence[str]) -> Iterator[Any]:
+    """Every item of the sections, in order of value."""
     from .big_pool import big_pool_items
     from .decode_step import step_items
     from .numerics import numerics_items, racing_items
     from .speed import speed_items
 
-    wanted = set(_SECTIONS.value)
+    wanted = set(sections)
     if "numerics" in wanted:
         numerics = numerics_items(context)
         first = 2 * len(context.backends)

@@ -18,7 +18,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.call import QUANTIZED_DTYPES
 
 from .cases import DTYPES, TOLERANCES, AttentionCase, attention_arrays, attention_cases
-from .worker import Context, Item, Prepared, Programs, use
+from .worker import Context, Item, Prepared, Programs, lower, use
 
 BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -69,13 +69,13 @@ def _reference(case: AttentionCase) -> jax.stages.Lowered:
             *args, **arrays, **call.scalars, return_lse=True, backend="reference"
         )
 
-    return jax.jit(op).lower(*_shapes((call.args, call.arrays)))
+    return lower(jax.jit(op), *_shapes((call.args, call.arrays)))
 
 
 def _prepare_attention(context: Context, backend: str, case: AttentionCase) -> Prepared:
     call = attention_arrays(case)
     op = attend(context, backend, **call.scalars)
-    lowered = jax.jit(op).lower(*_shapes((call.args, call.arrays)))
+    lowered = lower(jax.jit(op), *_shapes((call.args, call.arrays)))
 
     def run(programs: Programs) -> dict[str, Any]:
         given = jax.device_put((call.args, call.arrays))
@@ -199,7 +199,7 @@ def _prepare_copy(context: Context, backend: str, kv_dtype: str, new: int) -> Pr
 def _prepare_in_place(call: InPlaceCall, backend: str, *, block_axis: int) -> Prepared:
     shapes = _shapes((call.pool, *call.args))
     programs = {
-        name: jax.jit(call.op(name), donate_argnums=0).lower(*shapes)
+        name: lower(jax.jit(call.op(name), donate_argnums=0), *shapes)
         for name in ("reference", backend)
     }
 
@@ -251,7 +251,7 @@ def racing_items(context: Context) -> list[Item]:
         decode = attention_cases(rehearsal=True)[0]
         calls: dict[str, Any] = {"decode": decode}
     else:
-        decode = AttentionCase(num_kv_heads=8, longest=5000)
+        decode = AttentionCase(num_kv_heads=8, longest=3000)
         prefill = dataclasses.replace(decode, max_new=128, longest=2000)
         calls = {
             "decode": decode,
@@ -299,7 +299,7 @@ def _prepare_racing(context: Context, backend: str, call: Any) -> Prepared:
             return {"status": "fail", "reason": reason, "repeats": repeats}
         return {"status": "pass", "repeats": repeats, "note": f"{repeats} times the same bits"}
 
-    return Prepared(programs={"op": jax.jit(op).lower(*_shapes(given))}, run=run)
+    return Prepared(programs={"op": lower(jax.jit(op), *_shapes(given))}, run=run)
 
 
 def _bits(x: jax.Array) -> jax.Array:

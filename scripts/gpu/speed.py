@@ -27,7 +27,7 @@ from pallas_kernels.paged_attention.roofline import Cost, attention_cost
 
 from .big_pool import free_bytes
 from .contenders import CONTENDERS, TORCH_CONTENDERS, Data, NotHereError, chain
-from .worker import Context, Item, LostDeviceError, Prepared, Programs, device_answers, use
+from .worker import Context, Item, LostDeviceError, Prepared, Programs, device_answers, lower, use
 
 MODELS = ("llama3-8b", "llama3-70b/8", "smollm2", "gemma3-4b")
 # (batch, context), the most telling first; four at a time are measured of every model.
@@ -136,14 +136,14 @@ def _prepare(context: Context, shape: Shape) -> Prepared:
         try:
             attend = contender.attend(spec, context.rehearsal)
             program = chain(attend, turns=turns, sets=sets, own_layout=contender.own_layout)
-            lowered[name] = program.lower(spec.q, contender.view(spec))
+            lowered[name] = lower(program, spec.q, contender.view(spec))
         except Exception as error:  # another library's refusal is its result
             skipped[name] = f"{type(error).__name__}: {error}"[:300]
     copy_elements = 2**12 if context.rehearsal else COPY_BYTES // 4
     copy_turns = 1 if context.rehearsal else 8
     buffer = jax.ShapeDtypeStruct((copy_elements,), jnp.int32)
-    lowered["copy"] = jax.jit(functools.partial(_copy, turns=copy_turns)).lower(buffer)
-    lowered["read"] = jax.jit(functools.partial(_read, turns=copy_turns)).lower(buffer)
+    lowered["copy"] = lower(jax.jit(functools.partial(_copy, turns=copy_turns)), buffer)
+    lowered["read"] = lower(jax.jit(functools.partial(_read, turns=copy_turns)), buffer)
 
     def run(programs: Programs) -> dict[str, Any]:
         for name in [n for n, p in programs.items() if isinstance(p, Exception)]:

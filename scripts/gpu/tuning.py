@@ -143,7 +143,7 @@ def time_on_device(
 
     from .contenders import Data, chain, pool_view
     from .speed import num_sets, num_turns
-    from .worker import compile_all
+    from .worker import compile_all, lower
 
     device = current_device()
     sets = 1 if interpret else num_sets(call, device)
@@ -156,7 +156,7 @@ def time_on_device(
         attend = _attend(data, backend, config, interpret)
         try:
             program = chain(attend, turns=turns, sets=sets)
-            lowered[index] = program.lower(data.q, pool_view(data))
+            lowered[index] = lower(program, data.q, pool_view(data))
         except Exception as error:
             print(f"    {config}: {type(error).__name__}: {str(error)[:200]}")
     threads = min(12, os.cpu_count() or 1)

@@ -154,6 +154,16 @@ def _do_group(group: list[Item], context: Context, threads: int) -> None:
             raise LostDeviceError(item.item_id)
 
 
+def lower(function: Any, *args: Any) -> jax.stages.Lowered:
+    """Lower a jitted function for the device here or, under an abstract mesh, for the GPU that it
+    names: so that every program of a run can be lowered where there is no GPU.
+    """
+    traced = function.trace(*args)
+    if getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is None:
+        return traced.lower()
+    return traced.lower(lowering_platforms=("cuda",))
+
+
 def compile_all(
     programs: Sequence[dict[str, jax.stages.Lowered]], *, threads: int
 ) -> list[Programs]:
