@@ -368,6 +368,8 @@ def _accumulate(sums, scores, tile, slot, item: _Item, scratch: _Scratch, static
         v_ref.transpose((1, 0)),
         scratch.p.transpose((1, 0)),
     )
+    if static.config.mma:  # threads have read what a copy, of another proxy, writes next
+        plgpu.commit_smem()
     return values, weights, new_tops
 
 

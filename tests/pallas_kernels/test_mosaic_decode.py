@@ -89,7 +89,7 @@ def test_packed_heads_window_cap_sinks_and_few_new_tokens():
 
 
 def test_small_blocks_by_mma():
-    check(dataclasses.replace(MMA, pack=2), block_size=8, group=1, kv_lens=(9, 130))
+    check(dataclasses.replace(MMA, pack=2), block_size=8, group=1, kv_lens=(9, 400))
 
 
 def test_blocks_of_two_tiles_float16_and_negative_scale():
@@ -270,8 +270,11 @@ def test_lowers(device, changes, options):
 )
 def test_lowers_every_pair(device, changes):
     call = dataclasses.replace(CALL, **changes)
-    assert unsupported_decode(call, device) is None
-    lower(call, device)
+    reason = unsupported_decode(call, device)
+    if reason is None:
+        lower(call, device)
+    else:
+        assert reason.startswith("8-bit blocks of 8 tokens")
 
 
 def test_refused_calls():
