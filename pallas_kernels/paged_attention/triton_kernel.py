@@ -116,7 +116,7 @@ def attend(
         readable = (pos >= span.start) & (pos < span.stop) if masked else None
         value_row = row + static.num_kv_heads * static.block_size
         k = _load_tile(kv_ref, row, None, static)
-        v = _load_tile(kv_ref, value_row, readable, static)
+        v = _load_values(kv_ref, value_row, readable, static)
         s = score(k, _load_scales(scales_ref, row, None))
         if readable is not None:
             seen = readable[None, :] & (pos[None, :] <= queries.pos[:, None])  # [R, tokens]
@@ -226,13 +226,27 @@ def _load_tile(ref, row: Array, mask: Array | None, static: Static) -> Array:
     D, padded = static.head_dim, static.padded_dim
     if padded == D and mask is None:
         return ref[row]
-    shape = (row.shape[0], padded)
+    shape = (*row.shape, padded)
     channel = jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32), shape)
     wanted = channel < D
     if mask is not None:
-        wanted = wanted & mask[:, None] if padded > D else jnp.broadcast_to(mask[:, None], shape)
-    row = jnp.broadcast_to(row[:, None], shape)
+        inside = jnp.broadcast_to(mask[..., None], shape)
+        wanted = inside if padded == D else wanted & inside
+    row = jnp.broadcast_to(row[..., None], shape)
     return plgpu.load(ref.at[row, channel], mask=wanted, other=jnp.zeros((), ref.dtype))
+
+
+def _load_values(ref, row: Array, mask: Array | None, static: Static) -> Array:
+    """As `_load_tile`. 8-bit values come in halves: as one array the compiler would lay them out
+    for the product they enter later, as 16-bit numbers, and copy them 4 bytes at a time.
+    """
+    if ref.dtype.itemsize > 1:
+        return _load_tile(ref, row, mask, static)
+    halves = (2, row.shape[0] // 2)
+    row = row.reshape(halves)  # [2, tokens / 2]
+    mask = None if mask is None else mask.reshape(halves)
+    v = _load_tile(ref, row, mask, static)  # [2, tokens / 2, D]
+    return v.reshape(-1, static.padded_dim)  # [tokens, D]
 
 
 def _load_scales(ref, row: Array, mask: Array | None) -> Array | None:
