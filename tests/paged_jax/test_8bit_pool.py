@@ -3,7 +3,15 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from suites.engine_runs import check_greedy, greedy, make_engine, random_prompts, run_all
+from suites import hash_model
+from suites.engine_runs import (
+    STANDARD,
+    check_greedy,
+    greedy,
+    make_engine,
+    random_prompts,
+    run_all,
+)
 from suites.fixed_batch import FixedBatch
 
 from models.llama import LlamaConfig, as_model, random_params
@@ -122,3 +130,33 @@ def test_a_padded_8_bit_pool(tiny):
 def test_engines_name_the_size_that_does_not_fit(tiny):
     with pytest.raises(ValueError, match="pool_head_dim=4 must be at least the model's"):
         Engine(tiny, config=EngineConfig(pool_head_dim=4))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("backend", "kv_dtype"), [("triton", "float32"), ("triton", "bfloat16")])
+def test_an_engine_runs_a_gpu_backend_in_its_interpreter(backend, kv_dtype):
+    """Writes, copies and attention; values of the hash model are exact in bfloat16 too."""
+    settings = {
+        **STANDARD,
+        "block_size": 8,
+        "num_blocks": 9,
+        "max_num_seqs": 2,
+        "kv_dtype": kv_dtype,
+        "pool_head_dim": 64,
+        "attention_backend": backend,
+        "kernel_interpreter": True,
+    }
+    engine = Engine(hash_model.make_model(), config=EngineConfig(**settings))
+    outputs = run_all(engine, random_prompts(8, [9, 3]), greedy(3))
+    check_greedy(outputs, [greedy(3)] * 2)
+    before = np.array(engine.executor.pool.blocks)
+    engine.executor.execute(Plan(step=99, copies=[(1, 5)]))
+    np.testing.assert_array_equal(engine.executor.pool.blocks[:, 5], before[:, 1])
+
+
+@pytest.mark.parametrize("backend", ["mosaic", "triton"])
+def test_a_backend_that_cannot_attend_is_named(backend):
+    settings = {**STANDARD, "attention_backend": backend, "kernel_interpreter": True}
+    engine = Engine(hash_model.make_model(), config=EngineConfig(**settings))
+    with pytest.raises(NotImplementedError, match=f"backend of paged_attention: {backend}: "):
+        run_all(engine, random_prompts(8, [9]), greedy(3))
