@@ -17,7 +17,8 @@ NUM_LAYERS = 4
 NUM_COPIES = 16
 KINDS = ("decode", "verify", "prefill", "kv_write", "block_copy", "swap_out", "swap_in", "step")
 MOVES = ("block_copy", "swap_out", "swap_in")  # of whole blocks, all layers
-BACKENDS = ("mosaic", "triton", "xla", "jax")  # "jax": JAX's own deprecated kernel
+BACKENDS = ("mosaic", "triton", "xla", "jax", "jax8")
+THEIRS = ("jax", "jax8")  # JAX's own deprecated kernel with four warps, and with eight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class Case:
         """Blocks of a layer: twice what the rows' contexts need, or a few over 2**31 elements."""
         if self.is_big:
             layers = NUM_LAYERS if self.kind in ("step", *MOVES) else 1
-            pools = 1 if self.backend == "jax" else 2  # its K and V are two arrays
+            pools = 1 if self.backend in THEIRS else 2  # its K and V are two arrays
             elements = layers * pools * NUM_KV_HEADS * self.block_size * self.head_dim
             return 2**31 // elements + 64
         return 2 * NUM_ROWS * CONTEXT // self.block_size
@@ -141,7 +142,10 @@ def all_cases() -> list[Case]:
             cases.append(Case(kind="step", backend=backend, kv_dtype="int8"))
             cases.append(Case(kind="step", backend=backend, is_big=True))
     for size, group, dim in [(16, 4, 128), (64, 4, 128), (16, 8, 128), (16, 7, 128), (16, 4, 64)]:
-        cases.append(Case(kind="decode", backend="jax", block_size=size, group=group, head_dim=dim))
+        for backend in THEIRS:
+            cases.append(
+                Case(kind="decode", backend=backend, block_size=size, group=group, head_dim=dim)
+            )
     for dtype, is_big in [("float32", False), ("int8", False), ("bfloat16", True)]:
         cases.append(Case(kind="decode", backend="jax", kv_dtype=dtype, is_big=is_big))
     return cases

@@ -14,6 +14,7 @@ from paged_jax_scripts.aot.cases import (
     NUM_LAYERS,
     NUM_ROWS,
     PREFILL_ROWS,
+    THEIRS,
     Case,
     Program,
 )
@@ -31,7 +32,7 @@ def program(case: Case) -> Program:
     Raises:
         ValueError: JAX's own kernel has no such case.
     """
-    if case.backend == "jax":
+    if case.backend in THEIRS:
         return jax_program(case)
     return _PROGRAMS[case.kind if not case.is_attention else "attention"](case)
 

@@ -24,8 +24,9 @@ reason below), {num_violations} violations. The figures as data: compile_report.
   {heads} KV heads, tables of {context} positions; prefill has {prefill} rows. A name such as
   `decode-s16-g4-d128-bf16` gives block size S, query heads a KV head G, head dim D and the pool's
   dtype; `tN` is T = N new tokens, `big` a pool above 2^31 elements, `80in128` a head dim of 80 in
-  a pool that stores 128. `jax` is JAX's own deprecated `pallas.ops.gpu.paged_attention`: tiles of
-  128 tokens, 4 warps, 2 stages, 8 splits; its two pools K and V have the same shapes.
+  a pool that stores 128. `jax` and `jax8` are JAX's own deprecated `pallas.ops.gpu.paged_attention`
+  with four warps and with its default of eight: tiles of 128 tokens, 2 stages, 8 splits; its pools
+  K and V are two arrays.
 - **regs, spill**: `ptxas -v` on the PTX that was dumped. **smem**: static + dynamic shared memory
   of the launch, bytes. **thr**: threads of a thread block (CTA).
 - **CTA/SM**: resident thread blocks by threads (2048), registers (65536, by warps in units of
@@ -40,12 +41,13 @@ reason below), {num_violations} violations. The figures as data: compile_report.
   is the way round that issues most tensor-core instructions, then most copies, and then has fewest
   instructions: it leaves out what a turn need not run (zeroing the values of a row's last tile,
   retries of a barrier wait), which the whole body counts.
-- **tok**: KV tokens of one KV head that a turn consumes, counted from the code: bytes of the
-  turn's 16-byte copies over the bytes of a token's K and V; where another warp copies, its
-  multiply-accumulates over those that a token needs at the columns the kernel pads to. Where both
-  can be counted, they must agree. **/64**: hot path per 64 tokens. **warp/tok**: hot path times
-  the warps that run it, per token: issue slots, comparable between kernels with different numbers
-  of warps; a producer's are not in it.
+- **tok**: KV tokens of one KV head that a turn consumes, counted from the code: its
+  multiply-accumulates over those that a token needs at the columns the kernel pads to; for float32
+  pools, whose products are several, bytes of the turn's 16-byte copies over the bytes of a token's
+  K and V. Where both can be counted of a 16-bit pool, they must agree. **/64**: hot path per 64
+  tokens. **warp/tok**: hot path times the warps that run it, per token: issue slots, comparable
+  between kernels with different numbers of warps (more warps do the same tile in fewer
+  instructions each); a producer's are not in it.
 - **flight**: KB of K and V that the copies of a multiprocessor may have under way: resident thread
   blocks x tile buffers x tile bytes. Buffers are those in shared memory: a Mosaic kernel's
   declared ring; for Triton the dynamic shared memory over a turn's bytes, in halves of a tile (its

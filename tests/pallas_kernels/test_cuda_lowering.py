@@ -14,6 +14,7 @@ from paged_jax_scripts.aot.gates import is_required
 from paged_jax_scripts.aot.programs import program
 from paged_jax_scripts.aot.targets import TARGETS
 from paged_jax_scripts.aot.triton_ir import accesses, narrow_accesses, triton_calls
+from paged_jax_scripts.aot.worker import is_refusal
 
 OURS = [case for case in all_cases() if case.backend in ("mosaic", "triton")]
 # Kinds, dtypes, head dims, block sizes and group sizes all occur; every GPU has some.
@@ -48,8 +49,8 @@ def lower(gpu: str, case: Case) -> jax.stages.Lowered | None:
     """None where the backend says that it cannot, and need not."""
     try:
         return lower_for(TARGETS[gpu].device.kind, program(case))
-    except NotImplementedError:
-        if is_required(gpu, case):
+    except NotImplementedError as error:
+        if is_required(gpu, case) or not is_refusal(error):
             raise
         return None
 

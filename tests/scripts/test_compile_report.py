@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 from paged_jax_scripts import compile_report
-from paged_jax_scripts.aot import cases, compiler, diff, figures, gates, kernels, runner, sass
+from paged_jax_scripts.aot import (
+    cases,
+    compiler,
+    diff,
+    figures,
+    gates,
+    kernels,
+    runner,
+    sass,
+    worker,
+)
 from paged_jax_scripts.aot.targets import TARGETS, resident_ctas
 
 LISTING = """
@@ -315,8 +325,9 @@ def test_beside_jax():
     results[other.key] = make_facts(other, make_kernel(loop={**loop, "hot": 490}, ctas_per_sm=4))
     name = "h100 triton/decode-s16-g4-d128-bf16"
     assert gates.check("h100", [case, other], results) == [
-        f"{name}: main loop 250.0 instructions per 64 tokens; JAX's own 245.0",
-        f"{name}: 196608 bytes in flight a multiprocessor, under JAX's own 262144",
+        f"{name}: main loop 15.62 warp instructions a token; JAX's own (jax) 15.31",
+        f"{name}: main loop 250.0 instructions per 64 tokens; JAX's own (jax) 245.0",
+        f"{name}: 196608 bytes in flight a multiprocessor, under JAX's own (jax) 262144",
     ]
 
 
@@ -431,6 +442,13 @@ def test_without_cudas_compiler_it_says_what_to_do():
     result = run_report("--kernels=xla/", PATH="/nowhere")
     assert result.returncode == 2
     assert "ptxas is in no nvidia wheel and not on PATH; run `make compile-report`" in result.stderr
+
+
+def test_only_a_backends_own_refusal_is_unsupported():
+    refused = NotImplementedError("backend of kv_write: mosaic: needs a Hopper")
+    assert worker.is_refusal(refused)
+    assert not worker.is_refusal(NotImplementedError("Unimplemented primitive: sort"))
+    assert not worker.is_refusal(ValueError("backend of kv_write"))
 
 
 def test_a_process_that_aborts_is_a_finding(tmp_path):
