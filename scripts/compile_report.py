@@ -18,7 +18,7 @@ from absl import app, flags
 from paged_jax_scripts.aot import cases, gates, table
 from paged_jax_scripts.aot.diff import diff_lines
 from paged_jax_scripts.aot.kernels import tool_version
-from paged_jax_scripts.aot.runner import run_all
+from paged_jax_scripts.aot.runner import Results, run_all
 from paged_jax_scripts.aot.targets import TARGETS
 
 _GPUS = flags.DEFINE_list("gpus", list(TARGETS), "GPUs to compile for")
@@ -28,6 +28,9 @@ _KERNELS = flags.DEFINE_list(
 _OUT = flags.DEFINE_string("out", None, "write the Markdown report here")
 _JSON = flags.DEFINE_string("json", None, "write the figures here")
 _DIFF = flags.DEFINE_string("diff", None, "print what differs from this JSON")
+_UPDATE = flags.DEFINE_string(
+    "update", None, "take what is not compiled now from this JSON of the same versions"
+)
 _JOBS = flags.DEFINE_integer("jobs", 2, "compiling processes at a time", lower_bound=1)
 
 
@@ -58,6 +61,28 @@ def versions() -> dict[str, Any]:
         "ptxas": tool_version("ptxas"),
         "nvdisasm": tool_version("nvdisasm"),
     }
+
+
+def merge(kept: dict[str, Any], new: dict[str, Any]) -> Results:
+    """The new results, and of the kept ones what the new have not.
+
+    Args:
+        kept: an earlier report.
+        new: the report of this run.
+
+    Raises:
+        ValueError: the versions differ.
+    """
+    for name in ("schema", "jax", "ptxas", "nvdisasm"):
+        if kept[name] != new[name]:
+            raise ValueError(f"--update: {name} was {kept[name]}; must be {new[name]}")
+    known = {case.key for case in cases.all_cases()}
+    results: Results = {}
+    for gpu in TARGETS:
+        both = kept["results"].get(gpu, {}) | new["results"].get(gpu, {})
+        if found := {key: facts for key, facts in both.items() if key in known}:
+            results[gpu] = found
+    return results
 
 
 def markdown(report: dict[str, Any], chosen: list[cases.Case]) -> str:
@@ -104,8 +129,13 @@ def main(argv: list[str]) -> None:
         print(f"error: {error}; run `make compile-report`", file=sys.stderr)
         sys.exit(2)
     results = run_all(_GPUS.value, chosen, jobs=_JOBS.value, report=lambda x: print(x, flush=True))
-    violations = [line for gpu in _GPUS.value for line in gates.check(gpu, chosen, results[gpu])]
-    report = {**made_with, "violations": violations, "results": results}
+    report = {**made_with, "violations": [], "results": results}
+    if _UPDATE.value is not None and Path(_UPDATE.value).is_file():
+        report["results"] = merge(json.loads(Path(_UPDATE.value).read_text()), report)
+        chosen = cases.all_cases()
+    for gpu, found in report["results"].items():
+        present = [case for case in chosen if case.key in found]
+        report["violations"] += gates.check(gpu, present, found)
     if _DIFF.value is not None and Path(_DIFF.value).is_file():
         changed = diff_lines(json.loads(Path(_DIFF.value).read_text()), report)
         print(f"{len(changed)} figures differ from {_DIFF.value}")
@@ -114,9 +144,9 @@ def main(argv: list[str]) -> None:
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text)
-    print(f"{len(violations)} violations in {time.monotonic() - start:.0f} s")
-    print("\n".join(violations))
-    sys.exit(bool(violations))
+    print(f"{len(report['violations'])} violations in {time.monotonic() - start:.0f} s")
+    print("\n".join(report["violations"]))
+    sys.exit(bool(report["violations"]))
 
 
 def run() -> None:

@@ -77,7 +77,9 @@ def report_lines(results: dict[str, dict[str, dict[str, Any]]], cases: list[Case
         results: facts by GPU, by the cases' keys.
         cases: what was compiled.
     """
+    everything = cases
     for gpu, found in results.items():
+        cases = [case for case in everything if case.key in found]
         device = TARGETS[gpu].device
         yield f"\n## {device.kind}\n"
         for kind in KINDS:

@@ -413,6 +413,22 @@ def test_the_written_figures_and_what_changed():
     ]
 
 
+def test_an_update_keeps_what_is_not_compiled_now():
+    (kept, _), (new, _) = make_report(), make_report(registers=120)
+    kept["results"]["b200"] = dict(kept["results"]["h100"])
+    kept["results"]["h100"]["gone/case"] = {"status": "ok"}
+    del new["results"]["h100"]["xla/step-s16-g4-d128-bf16"]
+    results = compile_report.merge(kept, new)
+    assert list(results) == ["h100", "b200"]
+    assert results["b200"] == kept["results"]["b200"]
+    kernel = results["h100"]["triton/decode-s16-g4-d128-bf16"]["kernels"][0]
+    assert kernel["registers"] == 120
+    assert "xla/step-s16-g4-d128-bf16" in results["h100"]
+    assert "gone/case" not in results["h100"]
+    with pytest.raises(ValueError, match=r"--update: jax was 0\.12; must be 0\.13"):
+        compile_report.merge(kept, {**new, "jax": "0.13"})
+
+
 def run_report(*args, **env):
     return subprocess.run(
         [sys.executable, "-m", "paged_jax_scripts.compile_report", *args],
