@@ -30,7 +30,7 @@ def big_pool_items(context: Context) -> list[Item]:
             contender=backend,
             prepare=functools.partial(_prepare, context, backend),
         )
-        for backend in context.backends
+        for backend in context.backends[: 2 if context.rehearsal else None]
     ]
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -23,7 +24,12 @@ def run_script(out, *flags):
     return subprocess.run(
         [sys.executable, str(SCRIPT), f"--out={out}", *flags],
         cwd=out.parent,  # nothing is found by way of the working folder
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or "",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        },
         capture_output=True,
         text=True,
         check=False,
