@@ -7,8 +7,6 @@ from jaxtyping import Array, Float, Shaped
 
 # The largest stored magnitude. int8's -128 is not used, so that the range is symmetric.
 MAX_STORED = {"int8": 127.0, "float8_e4m3fn": 448.0}
-# Sums with it have no bits for a fraction: adding and subtracting rounds, ties to even.
-ROUNDING = 1.5 * 2**23
 SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # its reciprocal is finite too
 
 
@@ -75,9 +73,18 @@ def store(x: Array, factor: Array, dtype: Any) -> Array:
     # A NaN or infinity times 0 is NaN: it must not reach the cast, which leaves its value open.
     scaled = jnp.where(factor > 0, x, 0.0) * factor
     scaled = jnp.clip(scaled, -limit, limit)  # casts to e4m3 overflow to NaN
-    if dtype == jnp.int8:
-        scaled = (scaled + ROUNDING) - ROUNDING
-    return scaled.astype(dtype)
+    return (_round(scaled) if dtype == jnp.int8 else scaled).astype(dtype)
+
+
+def _round(x: Array) -> Array:
+    """To the nearest integer, ties to even; Pallas Triton has no `jnp.round`.
+
+    (Adding and subtracting 1.5 * 2**23 is shorter, but XLA may simplify it away.)
+    """
+    floor = jnp.floor(x)
+    rest = x - floor
+    is_odd = floor - 2.0 * jnp.floor(floor * 0.5)
+    return floor + jnp.where(rest == 0.5, is_odd, jnp.where(rest > 0.5, 1.0, 0.0))
 
 
 def dequantize(

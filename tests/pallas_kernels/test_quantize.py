@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.quantize import dequantize, quantize
+from pallas_kernels.quantize import _round, dequantize, quantize
 
 DTYPES = ("int8", "float8_e4m3fn")
 
@@ -65,6 +65,12 @@ def test_ties_go_to_even_and_large_values_saturate():
     for dtype in DTYPES:
         back = dequantize(*quantize(x, dtype), "float32")
         np.testing.assert_allclose(back, x, rtol=0.04)
+
+
+def test_every_value_near_a_tie_is_rounded_to_the_nearest():
+    ties = np.arange(-127, 127, dtype=np.float32) + np.float32(0.5)
+    x = np.concatenate([np.nextafter(ties, np.float32(side)) for side in (-200, 200)] + [ties])
+    np.testing.assert_array_equal(jax.jit(_round)(x), np.rint(x))
 
 
 def test_strict_dtype_promotion():
