@@ -105,7 +105,7 @@ def _tile_shape(call: AttentionCall, num_rows: int) -> TritonConfig:
     if exact:
         tokens = 32
     elif call.is_quantized:
-        tokens = 8192 // padded
+        tokens = (16_384 if padded > 128 and rows == MIN_ROWS else 8192) // padded
     else:
         tokens = 128 if rows == MIN_ROWS and padded <= 128 else 64
     if rows >= MANY_ROWS:
