@@ -1,5 +1,7 @@
 """Pools that are stored otherwise than the model computes: in 8 bits, or with padded heads."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from suites.fixed_batch import FixedBatch
 
 from models.llama import LlamaConfig, as_model, random_params
 from paged_jax import Engine, EngineConfig, KVPool
+from paged_jax.cache import PagedKVCache
 from paged_jax.config import ModelSpec
 from paged_jax.pool import bytes_per_block, resolve_num_blocks
 from paged_jax.scheduling.plan import Plan
@@ -160,3 +163,20 @@ def test_a_backend_that_cannot_attend_is_named(backend):
     engine = Engine(hash_model.make_model(), config=EngineConfig(**settings))
     with pytest.raises(NotImplementedError, match=f"backend of paged_attention: {backend}: "):
         run_all(engine, random_prompts(8, [9]), greedy(3))
+
+
+def test_a_write_that_the_attentions_backend_lacks_is_anothers():
+    """Mosaic writes no 8-bit pools, so with it the Triton kernel does."""
+    rng = np.random.default_rng(0)
+    new = jnp.asarray(rng.normal(size=(2, 1, 2, 8)).astype(np.float32))
+    pool = KVPool.create(SPEC, num_blocks=5, block_size=8, dtype="int8")
+    flat = KVPool(pool.blocks[0], None if pool.scales is None else pool.scales[0])
+    tables, one = jnp.int32([[1, 2], [4, 3]]), jnp.int32([1, 1])
+    starts = jnp.int32([9, 3])
+    make = functools.partial(PagedKVCache.from_tables, pool, tables, starts, one, num_new=1)
+    written, wanted = (
+        cache._write(flat, new, new, cache.slot_mapping)
+        for cache in (make(backend="mosaic", interpret=True), make(backend="xla"))
+    )
+    np.testing.assert_array_equal(written.blocks[1:], wanted.blocks[1:])
+    np.testing.assert_array_equal(written.scales[1:], wanted.scales[1:])
