@@ -84,16 +84,7 @@ def paged_attention_triton(
         call = AttentionCall.of(q, kv_blocks, block_tables, window=window)
         config = pick_triton_config(call, current_device())
     kv_lens, q_lens = clamp_lens(kv_lens, q_lens, num_slots=block_tables.shape[1] * S, max_new=T)
-    static = Static(
-        num_new=T,
-        group=H // K,
-        num_kv_heads=K,
-        block_size=S,
-        head_dim=D,
-        dtype=_product_dtype(q.dtype, kv_blocks.dtype),
-        interpret=interpret,
-        config=config,
-    )
+    static = _static(q, kv_blocks, interpret, config)
     merge = config.splits > 1
     num_tiles = pl.cdiv(T * static.group, config.rows)
     out, lse = pl.pallas_call(
@@ -121,12 +112,24 @@ def paged_attention_triton(
         None if sinks is None or merge else sinks.astype(jnp.float32),
     )
     if merge:
-        out, lse = _merge(
-            out.reshape(config.splits, B * T * H, D),
-            lse.reshape(config.splits, B * T * H),
-            None if sinks is None else jnp.tile(sinks, B * T),
-        )
+        tiled = None if sinks is None else jnp.tile(sinks, B * T)
+        out, lse = _merge(out.reshape(config.splits, -1, D), lse.reshape(config.splits, -1), tiled)
     return out.reshape(B, T, H, D).astype(q.dtype), lse.reshape(B, T, H)
+
+
+def _static(q: Array, kv_blocks: Array, interpret: bool, config: TritonConfig) -> Static:
+    _, T, H, D = q.shape
+    K, S = kv_blocks.shape[2:4]
+    return Static(
+        num_new=T,
+        group=H // K,
+        num_kv_heads=K,
+        block_size=S,
+        head_dim=D,
+        dtype=_product_dtype(q.dtype, kv_blocks.dtype),
+        interpret=interpret,
+        config=config,
+    )
 
 
 def _product_dtype(q_dtype: Any, kv_dtype: Any) -> Any:

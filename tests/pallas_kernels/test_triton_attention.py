@@ -156,7 +156,8 @@ def test_query_dtype_may_differ_from_the_pools(q_dtype, kv_dtype):
 
 def test_through_the_op():
     arrays = attention_cases.make(BASE)
-    out, lse = paged_attention(*arrays.args, backend="triton", interpret=True, return_lse=True)
+    args = map(jnp.asarray, arrays.args)
+    out, lse = paged_attention(*args, backend="triton", interpret=True, return_lse=True)
     np.testing.assert_allclose(out, arrays.out, atol=1e-5)
     np.testing.assert_allclose(lse, arrays.lse, atol=1e-5)
 
