@@ -6,32 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
-
-
-class _CheckedReader(gguf.GGUFReader):
-    """The library's reader, with bounds checks: its own slices end silently at the file's end."""
-
-    def _get(self, offset: Any, dtype: Any, count: Any = 1, *args: Any, **kwargs: Any) -> Any:
-        end = int(offset) + int(count) * np.dtype(dtype).itemsize
-        if end > len(self.data):
-            raise ValueError(f"expected at least {end} bytes, the file has {len(self.data)}")
-        return super()._get(offset, dtype, count, *args, **kwargs)
-
-    def _build_tensors(self, start_offs: int, fields: Any) -> None:
-        for field in fields:
-            _, name_data, _, dims, raw_type, offset = field.parts
-            name = bytes(name_data).decode("utf-8", "replace")
-            block_size, type_size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(raw_type[0])]
-            num_bytes = int(np.prod(dims, dtype=np.uint64)) // block_size * type_size
-            end = int(start_offs) + int(offset[0]) + num_bytes
-            if end > len(self.data):
-                raise ValueError(
-                    f"tensor {name!r}: expected {num_bytes} bytes up to offset {end}, "
-                    f"the file ends at {len(self.data)} (truncated?)"
-                )
-        super()._build_tensors(start_offs, fields)
 
 
 class GgufFile:
@@ -52,9 +27,12 @@ class GgufFile:
     __slots__ = ("_reader", "_tensors", "architecture", "path")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        # Imported on use: a converted checkpoint loads where the gguf package is missing.
+        from models.checkpoints.gguf_checked import CheckedReader
+
         self.path = Path(path)
         try:
-            self._reader = _CheckedReader(self.path)
+            self._reader = CheckedReader(self.path)
         except OSError:
             raise
         except Exception as error:  # the library raises whatever a damaged file leads to
@@ -104,6 +82,8 @@ class GgufFile:
           ValueError: it is missing, has another shape, a type that cannot be dequantised, or
             holds NaN or infinity.
         """
+        from models.checkpoints.gguf_checked import dequantize
+
         where = f"{self.path}: tensor {name!r}"
         tensor = self._tensors.get(name)
         if tensor is None:
@@ -112,7 +92,7 @@ class GgufFile:
         if found != shape:
             raise ValueError(f"{where}: expected shape {shape}, found {found}")
         try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            values = dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise ValueError(
                 f"{where}: expected a type that the gguf package can dequantise, "
