@@ -53,6 +53,7 @@ reason below), {num_violations} violations. The figures as data: compile_report.
   declared ring; for Triton the dynamic shared memory over a turn's bytes, in halves of a tile (its
   `num_stages` promise more than it allocates). **wait**: groups of asynchronous copies that are
   left under way when the loop waits; 0 means that no copy overlaps the turn's products.
+- **compile s**: seconds of processor time to lower and compile.
 - **alias, temp, copies**: XLA's `memory_analysis()`: bytes of the donated pool that the output
   shares, temporaries, and `copy` instructions of at least an eighth of the pool in the optimised
   HLO. The step is a scan over {layers} layers of write and attention, after the block copies, the
