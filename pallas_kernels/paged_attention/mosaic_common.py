@@ -77,6 +77,14 @@ def row_and_column(shape: tuple[int, int]) -> tuple[Array, Array]:
     )
 
 
+def divided(x: Array, by: int) -> Array:
+    """x // by for a matrix of small numbers."""
+    if by & (by - 1) == 0:
+        return lax.div(x, by)
+    # Of other divisors LLVM makes 16-bit products that its NVPTX backend cannot select: it aborts.
+    return ((x.astype(jnp.float32) + 0.5) * (1 / by)).astype(jnp.int32)
+
+
 def dot(acc: Array, a: Any, b: Any, *, mma: bool, interpret: bool) -> Array:
     """acc + a @ b of two refs in shared memory, which may be transposed views."""
     if mma and interpret:  # the interpreter knows no mma

@@ -21,12 +21,12 @@ from pallas_kernels.paged_attention.call import AttentionCall
 
 TILE_ROWS = 64  # rows of the tensor core's M side
 MAX_COLUMNS = 64  # query columns (T * G) of one head
-MAX_ACCUMULATOR = 128 * 64  # head_dim * columns: 64 registers a thread, more would spill
 PACKED_COLUMNS = 16  # packing heads may widen a tile to this many columns
 MAX_STAGES = 6
 THREADS = 256  # one consumer and one producer warpgroup
 SYSTEM_SMEM = 1024  # bytes that CUDA keeps a CTA
 REGISTERS_PER_SM = 65_536
+MAX_REGISTERS = 255  # a thread's; more would spill
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,9 @@ def register_estimate(call: AttentionCall, columns: int) -> int:
     registers = 56 + 1.5 * accumulators
     if call.is_quantized:
         registers += 3 / 8 * (call.head_dim - 64)
-    return min(255, 8 * math.ceil(registers / 8))
+    if call.num_new > 1:
+        registers += 3 / 4 * columns  # the token of each column, kept for the mask
+    return 8 * math.ceil(registers / 8)
 
 
 def _head_columns(call: AttentionCall) -> int:

@@ -24,15 +24,17 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.devices import H100, Device, current_device
 from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.mosaic_config import (
-    MAX_ACCUMULATOR,
     MAX_COLUMNS,
+    MAX_REGISTERS,
     DecodeGeometry,
     MosaicDecodeConfig,
     decode_geometry,
     pick_mosaic_decode_config,
+    register_estimate,
     smem_bytes,
 )
-from pallas_kernels.paged_attention.mosaic_decode_kernel import Inputs, Static, launch
+from pallas_kernels.paged_attention.mosaic_decode_kernel import launch
+from pallas_kernels.paged_attention.mosaic_decode_types import Inputs, Static
 from pallas_kernels.paged_attention.mosaic_merge import merge_partials
 from pallas_kernels.paged_attention.validate import clamp_lens
 from pallas_kernels.paged_attention.work import Work, plan_work
@@ -66,19 +68,23 @@ def unsupported_decode(call: AttentionCall, device: Device) -> str | None:
         )
     if call.block_size not in BLOCK_SIZES:
         return f"block size {call.block_size}; must be one of {BLOCK_SIZES}"
-    columns = min(MAX_COLUMNS, MAX_ACCUMULATOR // call.head_dim)
-    if call.num_new * call.group > columns:
+    if call.num_new * call.group > MAX_COLUMNS:
         return (
             f"{call.num_new} new tokens of {call.group} query heads a key/value head; "
-            f"their product must be at most {columns} at head_dim {call.head_dim}"
+            f"their product must be at most {MAX_COLUMNS}"
         )
     config = pick_mosaic_decode_config(call, device)
     geometry = decode_geometry(call, config)
-    too_wide = geometry.columns * call.head_dim > MAX_ACCUMULATOR
-    if call.is_quantized and (geometry.block_rows < MIN_SCALES or too_wide):
+    if call.is_quantized and geometry.block_rows < MIN_SCALES:
         return (
             f"8-bit blocks of {call.block_size} tokens and {call.num_kv_heads} key/value heads; "
             f"adjacent heads must fill up {MIN_SCALES} rows (use blocks of 32 tokens or more)"
+        )
+    registers = register_estimate(call, geometry.columns)
+    if registers > MAX_REGISTERS:
+        return (
+            f"{geometry.columns} columns of head_dim {call.head_dim} in {call.kv_dtype} need "
+            f"{registers} registers a thread; must be at most {MAX_REGISTERS}"
         )
     need = smem_bytes(call, config)
     if need > device.smem_per_block:

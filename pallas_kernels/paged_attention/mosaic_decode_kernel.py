@@ -5,9 +5,8 @@ computes. `full[slot]` says that a tile has arrived, `free[slot]` that it may be
 `q_full` and `q_free` say the same of two buffers of queries.
 """
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from pallas_kernels.paged_attention.mosaic_common import (
     ROWS,
     by_column,
     by_row,
-    dot,
+    divided,
     filled,
     kernel_options,
     load,
@@ -32,101 +31,17 @@ from pallas_kernels.paged_attention.mosaic_common import (
     store_transposed,
     swizzled,
 )
-from pallas_kernels.paged_attention.mosaic_config import (
-    TILE_ROWS,
-    DecodeGeometry,
-    MosaicDecodeConfig,
+from pallas_kernels.paged_attention.mosaic_config import TILE_ROWS
+from pallas_kernels.paged_attention.mosaic_decode_types import (
+    Inputs,
+    Item,
+    Partials,
+    Scratch,
+    Static,
 )
 
 # Weights times the scales of an 8-bit pool are float16: kept well above its smallest numbers.
 VALUE_BOOST = 256.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Static:
-    """What the kernel is specialised on; letters as in docs/design.md.
-
-    Attributes:
-        geometry: sizes of a tile.
-        config: ring and grid.
-        dtype: of both products' operands.
-        pool_dtype: of the pool: the same, or one of 8 bits.
-        has_window: mask by, and start at, the window.
-        has_soft_cap: bound the scores.
-        interpret: run in Pallas's interpreter.
-    """
-
-    geometry: DecodeGeometry
-    config: MosaicDecodeConfig
-    T: int
-    G: int
-    N: int
-    S: int
-    D: int
-    dtype: Any
-    pool_dtype: Any
-    has_window: bool
-    has_soft_cap: bool
-    interpret: bool
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the pool has scales."""
-        return self.dtype != self.pool_dtype
-
-    def dot(self, acc: Array, a: Any, b: Any) -> Array:
-        """acc + a @ b, by the tensor core operation that the configuration names."""
-        return dot(acc, a, b, mma=self.config.mma, interpret=self.interpret)
-
-
-class Inputs(NamedTuple):
-    """The kernel's arguments, in global memory. I items, C thread blocks, R rows of a tile."""
-
-    q: Any  # [B, K/pack, columns, D]
-    kv: Any  # [2N, K*S, D]
-    tables: Any  # i32[B, M]
-    kv_lens: Any  # i32[B], 0 where q_lens is
-    q_lens: Any  # i32[B]
-    window: Any  # i32[1]
-    factors: Any  # f32[2]: of the product, and of the soft cap's tanh
-    items: Any  # i32[I, 4]
-    cta_ptr: Any  # i32[C+1]
-    scales: Any = None  # f32[2N, K*S] of an 8-bit pool
-
-
-class Partials(NamedTuple):
-    """What each item leaves for the merge."""
-
-    values: Any  # f32[I, D, columns]
-    sums: Any  # f32[I, columns]
-    tops: Any  # f32[I, columns]
-
-
-class _Scratch(NamedTuple):
-    """Shared memory and barriers."""
-
-    q: Any  # [2, columns, D]
-    kv: Any  # [stages, 2, R, D]
-    p: Any  # [columns, R]
-    q_full: Any  # Barrier[2]
-    q_free: Any
-    full: Any  # Barrier[stages]
-    free: Any
-    scales: Any = None  # [stages, 2, R] of an 8-bit pool
-    wide: Any = None  # [R, D], K or V of its tile at work in 16 bits
-
-
-class _Item(NamedTuple):
-    """An item of the work list with what its row says; keys first..kv_len-1 are readable."""
-
-    row: Array
-    group: Array
-    lo: Array
-    hi: Array
-    kv_len: Array
-    q_len: Array
-    first: Array
-    window: Array
 
 
 def launch(inputs: Inputs, static: Static) -> Partials:
@@ -153,7 +68,7 @@ def launch(inputs: Inputs, static: Static) -> Partials:
         num_inputs, num_outputs = len(operands), len(Partials._fields)
         inputs = Inputs(*refs[:num_inputs])
         partials = Partials(*refs[num_inputs : num_inputs + num_outputs])
-        scratch = _Scratch(*refs[num_inputs + num_outputs :])
+        scratch = Scratch(*refs[num_inputs + num_outputs :])
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
         begin, end = inputs.cta_ptr[cta], inputs.cta_ptr[cta + 1]
         pl.when(warpgroup == 0)(lambda: _consume(begin, end, inputs, partials, scratch, static))
@@ -176,7 +91,7 @@ def launch(inputs: Inputs, static: Static) -> Partials:
     return Partials(*partials)
 
 
-def _read_item(index: Array, inputs: Inputs, static: Static) -> _Item:
+def _read_item(index: Array, inputs: Inputs, static: Static) -> Item:
     row, group, lo, hi = (inputs.items[index, field] for field in range(4))
     kv_len = inputs.kv_lens[row]
     q_len = inputs.q_lens[row] if static.T > 1 else jnp.int32(1)
@@ -185,10 +100,10 @@ def _read_item(index: Array, inputs: Inputs, static: Static) -> _Item:
         window = inputs.window[0]
         first = jnp.maximum(kv_len - q_len - window + 1, 0)
         lo = jnp.minimum(jnp.maximum(lo, lax.div(first, static.geometry.tile_tokens)), hi)
-    return _Item(row, group, lo, hi, kv_len, q_len, first, window)
+    return Item(row, group, lo, hi, kv_len, q_len, first, window)
 
 
-def _produce(begin: Array, end: Array, inputs: Inputs, scratch: _Scratch, static: Static):
+def _produce(begin: Array, end: Array, inputs: Inputs, scratch: Scratch, static: Static):
     """Copy the queries of each item, and its tiles through the block table."""
     stages = static.config.stages
 
@@ -221,7 +136,7 @@ def _produce(begin: Array, end: Array, inputs: Inputs, scratch: _Scratch, static
         )
 
 
-def _block_ids(tile: Array, item: _Item, inputs: Inputs, static: Static) -> list[Array]:
+def _block_ids(tile: Array, item: Item, inputs: Inputs, static: Static) -> list[Array]:
     """Ids of a tile's blocks; beyond the readable ones, those again: never an unused entry."""
     S, count = static.S, static.geometry.blocks_per_tile
     first, last = lax.div(item.first, S), lax.div(item.kv_len - 1, S)
@@ -236,7 +151,7 @@ def _block_ids(tile: Array, item: _Item, inputs: Inputs, static: Static) -> list
     return [jnp.clip(block, 0, static.N - 1) for block in ids]
 
 
-def _copy_tile(tile, ids, slot, item: _Item, inputs: Inputs, scratch: _Scratch, static: Static):
+def _copy_tile(tile, ids, slot, item: Item, inputs: Inputs, scratch: Scratch, static: Static):
     """Issue the bulk copies of a tile into a slot of the ring."""
     rows, full = static.geometry.block_rows, scratch.full.at[slot]
     start = item.group * (static.S * static.geometry.pack)
@@ -258,7 +173,7 @@ def _copy_tile(tile, ids, slot, item: _Item, inputs: Inputs, scratch: _Scratch, 
 
 
 def _consume(
-    begin: Array, end: Array, inputs: Inputs, partials: Partials, scratch: _Scratch, static
+    begin: Array, end: Array, inputs: Inputs, partials: Partials, scratch: Scratch, static
 ):
     """Attend to the tiles of each item and write its partial result."""
     columns = static.geometry.columns
@@ -301,7 +216,7 @@ def _consume(
     lax.fori_loop(begin, end, consume_item, jnp.int32(0))
 
 
-def _scores(product, tile, item: _Item, factors, static: Static) -> Array:
+def _scores(product, tile, item: Item, factors, static: Static) -> Array:
     """Scaled, capped and masked scores in base 2, [R, columns]."""
     geometry = static.geometry
     scores = product * factors[0]
@@ -310,14 +225,15 @@ def _scores(product, tile, item: _Item, factors, static: Static) -> Array:
     row, column = row_and_column((TILE_ROWS, geometry.columns))
     ahead = _token_of_row(row, static)  # of the key, less that of the query
     if static.T > 1:
-        ahead -= lax.div(lax.rem(column, geometry.head_columns), static.G)
+        head = divided(column, geometry.head_columns) if geometry.pack > 1 else 0
+        ahead -= divided(column - head * geometry.head_columns, static.G)
     bound = item.kv_len - item.q_len - tile * geometry.tile_tokens
     seen = ahead <= bound
     if static.has_window:
         seen &= ahead > bound - item.window
     if geometry.pack > 1:
         row_head = lax.rem(lax.div(row, geometry.block_tokens), geometry.pack)
-        seen &= row_head == lax.div(column, geometry.head_columns)
+        seen &= row_head == divided(column, geometry.head_columns)
     return jnp.where(seen, scores, LOWEST)
 
 
@@ -330,7 +246,7 @@ def _token_of_row(row: Array, static: Static) -> Array:
     return lax.div(row, geometry.block_rows) * tokens + lax.rem(row, tokens)
 
 
-def _operand(slot, which: int, scratch: _Scratch, static: Static) -> Any:
+def _operand(slot, which: int, scratch: Scratch, static: Static) -> Any:
     """K (0) or V (1) of a tile as the tensor core takes it: [R, D] of 16 bits."""
     ref = scratch.kv.at[slot, which]
     if not static.is_quantized:
@@ -343,7 +259,7 @@ def _operand(slot, which: int, scratch: _Scratch, static: Static) -> Any:
     return scratch.wide
 
 
-def _accumulate(sums, scores, tile, slot, item: _Item, scratch: _Scratch, static: Static):
+def _accumulate(sums, scores, tile, slot, item: Item, scratch: Scratch, static: Static):
     """One turn of the online softmax: values [D, columns], weights [R, columns], tops [columns].
 
     The weights are summed over rows once an item; only the maximum is reduced every tile.
@@ -373,7 +289,7 @@ def _accumulate(sums, scores, tile, slot, item: _Item, scratch: _Scratch, static
     return values, weights, new_tops
 
 
-def _readable(token, tile, item: _Item, static: Static) -> Array:
+def _readable(token, tile, item: Item, static: Static) -> Array:
     """Whether tokens of a tile lie within the row's context and not before its window."""
     token += tile * static.geometry.tile_tokens
     readable = token < item.kv_len
@@ -382,7 +298,7 @@ def _readable(token, tile, item: _Item, static: Static) -> Array:
     return readable
 
 
-def _zero_unreadable(v_ref, tile, item: _Item, static: Static) -> None:
+def _zero_unreadable(v_ref, tile, item: Item, static: Static) -> None:
     """Zero V where nothing may be read: it may hold NaN, and 0 * NaN is NaN."""
     begin = tile * static.geometry.tile_tokens
     partial = begin + static.geometry.tile_tokens > item.kv_len

@@ -34,7 +34,7 @@ never needs. What those do is left to a GPU (`scripts/gpu_check.py`).
 """
 
 import pytest
-from suites.mutations import BUGS, seen_by
+from suites.mutations import BUGS, changed_source, seen_by
 
 # One of each kind that is seen without waiting for a deadlock.
 SAMPLE = ("no wait for a free slot", "one arrival too few", "unreadable V not zeroed")
@@ -51,6 +51,12 @@ def test_every_bug(name):
     seen = seen_by(name)
     print(f"| {name} | {seen} |")
     assert seen == BUGS[name].seen_by
+
+
+def test_every_bug_changes_the_kernel():
+    for bug in BUGS.values():
+        changed_source(bug)  # asserts that the text is there
+        assert bug.old != bug.new or bug is BUGS["sound"]
 
 
 def test_the_table_above_is_the_suite_s():

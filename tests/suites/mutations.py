@@ -94,7 +94,7 @@ BUGS = {
         old="ahead > bound - item.window", new="ahead >= bound - item.window", seen_by="numbers"
     ),
     "columns of a token taken for the next": Bug(
-        old="ahead -= lax.div(", new="ahead += lax.div(", seen_by="numbers"
+        old="ahead -= divided(", new="ahead += divided(", seen_by="numbers"
     ),
     "blocks of a tile in the wrong order": Bug(
         old="tile * count + j for", new="tile * count + count - 1 - j for", seen_by="numbers"
@@ -136,14 +136,19 @@ BUGS = {
 def mutated_decode(bug: Bug) -> Callable:
     """`paged_attention_mosaic_decode` over the changed module."""
     name = f"mutated_{bug.module}"
-    source = _source(bug.module)
-    if bug.old:
-        assert source.count(bug.old) == 1, f"the text to change is there {source.count(bug.old)}x"
-        source = source.replace(bug.old, bug.new)
-    _load(name, source)
+    _load(name, changed_source(bug))
     api = _source("mosaic_decode").replace(f"{PACKAGE}.{bug.module} ", f"{name} ")
     assert f"from {name} import" in api
     return _load("mutated_mosaic_decode", api).paged_attention_mosaic_decode
+
+
+def changed_source(bug: Bug) -> str:
+    """The module's text with the bug; what it changes must be there exactly once."""
+    source = _source(bug.module)
+    if not bug.old:
+        return source
+    assert source.count(bug.old) == 1, f"{bug.old!r} is there {source.count(bug.old)} times"
+    return source.replace(bug.old, bug.new)
 
 
 def _source(module: str) -> str:
