@@ -3,62 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import numpy as np
-
-from paged_jax.blocks.block_pool import BlockPool
+from paged_jax.blocks.block_moves import BlockCopy, BlockSwap
+from paged_jax.blocks.block_stats import BlockStats, check_copies, check_tables
 from paged_jax.blocks.block_table import BlockTable
+from paged_jax.blocks.block_tables import BlockTables, require_positive
+from paged_jax.blocks.namespace import Namespace
+from paged_jax.blocks.prefix_cache import PrefixMatch, PrefixStats
+from paged_jax.blocks.publishing import publish, publish_whole
+from paged_jax.blocks.swap_space import distinct_blocks, move_tables
+
+__all__ = ["BlockCopy", "BlockManager", "BlockStats", "BlockSwap"]
 
 
-class BlockCopy(NamedTuple):
-    """All layers of block ``src`` are to be copied into block ``dst`` before the step's writes."""
+class BlockManager(BlockTables):
+    """Owns the block table of every sequence: who holds which blocks, and what is cached of them.
 
-    src: int
-    dst: int
-
-
-class _Holding(NamedTuple):
-    """How one table sees a block: its place, the positions filled, whether it saw more before."""
-
-    place: int
-    filled: int
-    is_trimmed: bool
-
-    def agrees_with(self, other: _Holding) -> bool:
-        same_filled = self.filled == other.filled or self.is_trimmed or other.is_trimmed
-        return self.place == other.place and same_filled
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlockStats:
-    """How the pool is used, in blocks and token positions.
-
-    Attributes:
-      total: usable blocks.
-      used: blocks that a table (or a copy of this step) holds.
-      free: blocks that can be handed out now.
-      filled: distinct token positions that hold, or are about to hold, a token.
-      waste: positions of used blocks that hold none.
-      saved: blocks that sharing saves: entries of all tables less distinct blocks.
-    """
-
-    total: int
-    used: int
-    free: int
-    filled: int
-    waste: int
-    saved: int
-
-
-class BlockManager:
-    """Owns the block table of every running sequence; sees ids and token counts, never tokens.
-
-    "No room" is a value: ``allocate`` returns False and ``append`` returns None, and nothing has
-    changed. Copies that ``append`` returns belong to the current step; the device does them before
-    the step's writes. ``begin_step`` starts a new one.
+    "No room" is a value: ``allocate`` returns False and ``append``, ``swap_out`` and ``swap_in``
+    return None, and nothing has changed. The device does a step's swap-outs, swap-ins, copies and
+    writes in this order; ``begin_step`` starts a new step.
 
     The paper's Fig. 8 with blocks of 4: two samples share a prompt of 7 tokens, then each appends:
 
@@ -78,305 +42,262 @@ class BlockManager:
       num_blocks: blocks of the pool, the null block included.
       block_size: token positions a block (S).
       free_blocks: see ``BlockPool``.
+      num_host_blocks: blocks of the host pool that ``swap_out`` moves to, its block 0, which is
+        never used, included; 0: no host pool.
 
     Raises:
-      ValueError: ``block_size`` < 1, or as ``BlockPool``.
+      ValueError: ``block_size`` < 1, ``num_host_blocks`` is 1 or < 0, or as ``BlockPool``.
     """
 
-    __slots__ = (
-        "_copied",
-        "_copies",
-        "_deferred",
-        "_num_table_tokens",
-        "_pool",
-        "_step",
-        "_tables",
-        "block_size",
-    )
+    __slots__ = ()
 
-    def __init__(
-        self, *, num_blocks: int, block_size: int, free_blocks: Sequence[int] | None = None
-    ) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size={block_size} must be >= 1")
-        self._pool = BlockPool(num_blocks, free_blocks=free_blocks)
-        self.block_size = block_size
-        self._tables: dict[int, BlockTable] = {}
-        self._step = 0
-        self._num_table_tokens = 0
-        # This step's copies, the blocks that they read or write, and those of them that were given
-        # up since: these keep a reference until the next step, lest another copy meets them.
-        self._copies: list[BlockCopy] = []
-        self._copied: set[int] = set()
-        self._deferred: list[int] = []
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be handed out now."""
-        return self._pool.num_free
-
-    @property
-    def num_usable(self) -> int:
-        """All blocks but the null block."""
-        return self._pool.num_usable
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that have a table."""
-        return len(self._tables)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` token positions take."""
-        return -(-num_tokens // self.block_size)
-
-    def begin_step(self) -> None:
-        """Start a step: the previous one's copies have been handed to the device."""
-        self._step += 1
-        if self._copies:
-            self._copies.clear()
-            self._copied.clear()
-            self._pool.release(self._deferred)
-            self._deferred.clear()
-
-    def can_allocate(self, num_tokens: int) -> bool:
-        """Whether a new sequence of ``num_tokens`` tokens fits now."""
-        return self.blocks_for(num_tokens) <= self._pool.num_free
-
-    def allocate(self, seq_id: int, *, num_tokens: int) -> bool:
-        """Give a new sequence a table with room for ``num_tokens`` tokens; False when none is left.
+    def can_allocate(self, num_tokens: int, *, prefix: PrefixMatch | None = None) -> bool:
+        """Whether a new sequence of ``num_tokens`` tokens fits now, given what it shares.
 
         Raises:
-          ValueError: ``seq_id`` has a table already, or ``num_tokens`` < 1.
+          ValueError: ``prefix`` is out of date.
         """
-        if seq_id in self._tables:
-            raise ValueError(f"seq_id={seq_id} must be new, it has {self._tables[seq_id]}")
-        _require_positive(num_tokens)
         num_blocks = self.blocks_for(num_tokens)
-        if num_blocks > self._pool.num_free:
+        if prefix is not None:
+            self._cache.require_current(prefix)
+            idle = self._pool.idle
+            num_blocks -= sum(block not in idle for block in prefix.blocks)
+        return num_blocks <= self.num_free
+
+    def allocate(self, seq_id: int, *, num_tokens: int, prefix: PrefixMatch | None = None) -> bool:
+        """Give a new sequence a table with room for ``num_tokens`` tokens; False when none is left.
+
+        With a ``prefix``, its full blocks are shared and its partial one is copied (see
+        ``step_copies``); this step writes the positions from ``prefix.num_tokens`` on. That never
+        takes more room than without.
+
+        Raises:
+          ValueError: ``seq_id`` has a table already, ``num_tokens`` < 1 or not above
+            ``prefix.num_tokens``, or ``prefix`` is out of date: look up right before.
+        """
+        self._require_new("seq_id", seq_id)
+        require_positive(num_tokens)
+        if prefix is not None and num_tokens <= prefix.num_tokens:
+            message = f"num_tokens={num_tokens} must be > prefix.num_tokens={prefix.num_tokens}"
+            raise ValueError(message)
+        if not self.can_allocate(num_tokens, prefix=prefix):
             return False
-        table = BlockTable(self._pool.allocate(num_blocks), num_tokens=num_tokens)
-        table.write_step = self._step
+        blocks = [] if prefix is None else self._share_prefix(prefix, num_tokens)
+        blocks += self._take(self.blocks_for(num_tokens) - len(blocks))
+        table = BlockTable(blocks, num_tokens=prefix.num_tokens if prefix else 0)
+        if prefix is not None:
+            table.node = self._cache.node_of(prefix.blocks[-1]) if prefix.blocks else None
+            self._queries = self._queries.count(prefix)
+        table.write(num_tokens, step=self._step)
         self._tables[seq_id] = table
         self._num_table_tokens += num_tokens
         return True
 
-    def room(self, seq_id: int) -> int:
-        """Tokens that ``append`` could give ``seq_id`` now."""
-        table = self._table(seq_id)
-        num_blocks = len(table.blocks) + self._pool.num_free - self._needs_copy(table)
-        return max(num_blocks * self.block_size - table.num_tokens, 0)
+    def lookup(self, namespace: Namespace, token_ids: Sequence[int]) -> PrefixMatch:
+        """Find what is cached of a prompt, for ``allocate``; its last token is never included.
 
-    def num_new_blocks(self, seq_id: int) -> int:
-        """Free blocks that appending one token to ``seq_id`` takes: 0 or 1."""
-        table = self._table(seq_id)
-        return int(table.num_tokens % self.block_size == 0 or self._needs_copy(table))
+        Raises:
+          ValueError: ``token_ids`` is empty.
+        """
+        return self._cache.lookup(namespace, token_ids)
 
-    def can_append(self, seq_id: int, *, num_tokens: int = 1) -> bool:
-        """Whether ``num_tokens`` more tokens fit now."""
-        return num_tokens <= self.room(seq_id)
+    def publish(
+        self, seq_id: int, namespace: Namespace, token_ids: Sequence[int], *, begin: int = 0
+    ) -> int:
+        """Let others find a sequence's full blocks; call it once the step that wrote them is over.
 
-    def append(self, seq_id: int, *, num_tokens: int = 1) -> tuple[BlockCopy, ...] | None:
-        """Extend a table by ``num_tokens`` positions that this step writes.
+        Content that is cached already stays in the block that was first.
 
-        A partly filled last block that others share is replaced by a copy of its own first.
+        Args:
+          seq_id: whose blocks.
+          namespace: the same at each call for this sequence.
+          token_ids: its tokens at positions ``begin``, ``begin + 1``, ...
+          begin: a multiple of the block size, up to ``num_published``.
 
         Returns:
-          The copies the device must do (none or one), or None when there is no room.
+          ``num_published``.
 
         Raises:
-          ValueError: ``seq_id`` is unknown, ``num_tokens`` < 1, or the block to copy holds tokens
-            of this very step, which a copy would read too early: call ``begin_step`` first.
+          ValueError: ``seq_id`` is unknown, ``begin`` or ``namespace`` is not such, the tokens go
+            past the positions that earlier steps wrote, or contradict what is cached.
         """
         table = self._table(seq_id)
-        _require_positive(num_tokens)
-        end = table.num_tokens + num_tokens
-        needs_copy = self._needs_copy(table)
-        num_new = -(-end // self.block_size) - len(table.blocks)
-        if num_new + needs_copy > self._pool.num_free:
-            return None
-        copies = (self._copy_on_write(seq_id, table),) if needs_copy else ()
-        if num_new:
-            table.extend(self._pool.allocate(num_new))
-        table.num_tokens = end
-        table.write_step = self._step
-        self._num_table_tokens += num_tokens
-        return copies
-
-    def fork(self, parent_id: int, child_id: int) -> None:
-        """Give ``child_id`` the same blocks as ``parent_id``; nothing is copied yet.
-
-        Raises:
-          ValueError: the parent is unknown, or the child has a table already.
-        """
-        parent = self._table(parent_id)
-        if child_id in self._tables:
-            raise ValueError(f"child_id={child_id} must be new, it has {self._tables[child_id]}")
-        self._pool.share(parent.blocks)
-        self._tables[child_id] = parent.copy()
-        self._num_table_tokens += parent.num_tokens
-
-    def trim(self, seq_id: int, *, num_tokens: int) -> None:
-        """Give back the positions past the first ``num_tokens`` (at least one stays).
-
-        Raises:
-          ValueError: ``seq_id`` is unknown, or ``num_tokens`` is not in 1 .. its tokens.
-        """
-        table = self._table(seq_id)
-        if not 1 <= num_tokens <= table.num_tokens:
-            raise ValueError(f"num_tokens={num_tokens} must lie in 1..{table.num_tokens}")
-        self._num_table_tokens -= table.num_tokens - num_tokens
-        self._release(table.cut(self.blocks_for(num_tokens)))
-        table.is_trimmed = table.is_trimmed or num_tokens < table.num_tokens
-        table.num_tokens = num_tokens
-
-    def free(self, seq_id: int) -> None:
-        """Drop a sequence's table; blocks that no other table holds become free (the paper's free).
-
-        Raises:
-          ValueError: ``seq_id`` is unknown.
-        """
-        table = self._table(seq_id)
-        del self._tables[seq_id]
-        self._num_table_tokens -= table.num_tokens
-        self._release(table.blocks)
-
-    def has_table(self, seq_id: int) -> bool:
-        """Whether ``seq_id`` has a table."""
-        return seq_id in self._tables
-
-    def num_tokens(self, seq_id: int) -> int:
-        """Filled token positions of a sequence, those of this step included."""
-        return self._table(seq_id).num_tokens
-
-    def num_blocks(self, seq_id: int) -> int:
-        """Entries of a sequence's table."""
-        return len(self._table(seq_id).blocks)
-
-    def table_array(self, seq_id: int) -> np.ndarray:
-        """A sequence's blocks in logical order: int32, a view that the next change may outdate."""
-        return self._table(seq_id).array
-
-    def stats(self) -> BlockStats:
-        """Count what is used: O(sequences), or O(table entries) when blocks are shared."""
-        pool = self._pool
-        used = pool.num_usable - pool.num_free
-        held = used - len(self._deferred)
-        saved = sum(len(table.blocks) for table in self._tables.values()) - held
-        filled = self._num_table_tokens if saved == 0 else sum(self._filled_by_block().values())
-        return BlockStats(
-            total=pool.num_usable,
-            used=used,
-            free=pool.num_free,
-            filled=filled,
-            waste=held * self.block_size - filled,
-            saved=saved,
+        _require_written(table, begin + len(token_ids), self._step)
+        return publish(
+            table, self._cache, namespace, token_ids, begin=begin, block_size=self.block_size
         )
 
-    def check_integrity(self) -> None:
-        """Prove that tables, reference counts and the free list agree.
+    def num_published(self, seq_id: int) -> int:
+        """Leading positions of a sequence whose tokens are cached, in its blocks or in others'."""
+        node = self._table(seq_id).node
+        return node.depth * self.block_size if node and node.is_cached else 0
 
-        Every count equals the number of tables that hold the block; tables are exactly as long as
-        their tokens need; all holders of a shared block see the same positions filled, so nobody
-        wrote to it alone (only ``trim`` lets a holder see fewer); nothing free, or given up while
-        a copy reads it, is in a table; no block is both source and destination of copies.
+    def pin(self, seq_id: int, namespace: Namespace, token_ids: Sequence[int]) -> int:
+        """Turn a sequence into a registered prefix (paper section 4.4), resident until ``unpin``.
+
+        ``lookup`` finds it like any other content, its partly filled last block too. The sequence
+        has no table any more.
+
+        Args:
+          seq_id: a sequence that holds the prefix and no more.
+          namespace: who may share it.
+          token_ids: all its tokens.
+
+        Returns:
+          An id for ``unpin``.
+
+        Raises:
+          ValueError: as ``publish``, or ``token_ids`` are not as many as the sequence holds, or it
+            has holes.
+        """
+        table = self._table(seq_id)
+        if len(token_ids) != table.num_tokens or table.num_holes:
+            raise ValueError(
+                f"token_ids has {len(token_ids)} tokens, it must have the {table.num_tokens} of "
+                f"seq_id={seq_id}, which must have no holes (it has {table.num_holes})"
+            )
+        _require_written(table, len(token_ids), self._step)
+        self._busy.release(
+            publish_whole(
+                table, self._cache, self._pool, namespace, token_ids, block_size=self.block_size
+            )
+        )
+        del self._tables[seq_id]
+        self._num_pins += 1
+        self._pinned[self._num_pins] = table
+        return self._num_pins
+
+    def unpin(self, pin_id: int) -> None:
+        """Let go of a registered prefix; it stays cached until its blocks are needed.
+
+        Raises:
+          ValueError: ``pin_id`` is unknown.
+        """
+        if pin_id not in self._pinned:
+            raise ValueError(f"pin_id={pin_id} must be one of {sorted(self._pinned)}")
+        table = self._pinned.pop(pin_id)
+        self._num_table_tokens -= table.num_tokens
+        self._busy.release(table.held)
+
+    def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
+        """Whether the host pool has room for these sequences now."""
+        num_blocks = len(distinct_blocks([self._table(seq_id) for seq_id in seq_ids]))
+        return num_blocks <= self._host.num_free
+
+    def swap_out(self, seq_ids: Sequence[int]) -> tuple[BlockSwap, ...] | None:
+        """Move a whole sequence group to the host pool; what its members share is moved once.
+
+        Blocks that others hold too stay with them. The group's own blocks can be handed out from
+        the next step on.
+
+        Returns:
+          What the device must move before anything else of this step; None: no room on the host.
+
+        Raises:
+          ValueError: an id is unknown or named twice, or its blocks are written by this very step.
+        """
+        tables = [self._table(seq_id) for seq_id in seq_ids]
+        for seq_id, table in zip(seq_ids, tables, strict=True):
+            if self._step in (table.write_step, table.swap_step) or seq_ids.count(seq_id) > 1:
+                raise ValueError(
+                    f"seq_ids={list(seq_ids)} must differ, and have no writes or swap-ins in "
+                    f"step {self._step}: seq_id={seq_id} has"
+                )
+        swaps = self._host.take_in(seq_ids, tables)
+        if swaps is not None:
+            self._busy.busy.update(swap.device for swap in swaps)
+            for seq_id, table in zip(seq_ids, tables, strict=True):
+                del self._tables[seq_id]
+                self._num_table_tokens -= self._num_resident(table)
+                self._busy.release(table.held)
+        return swaps
+
+    def num_swapped_blocks(self, seq_ids: Sequence[int]) -> int:
+        """Device blocks that swapping these sequences in takes.
+
+        Raises:
+          ValueError: one is not swapped out.
+        """
+        return len(distinct_blocks(self._host.tables_of(seq_ids)))
+
+    def can_swap_in(self, seq_ids: Sequence[int]) -> bool:
+        """Whether the device pool has room for these swapped-out sequences now."""
+        return self.num_swapped_blocks(seq_ids) <= self.num_free
+
+    def swap_in(self, seq_ids: Sequence[int]) -> tuple[BlockSwap, ...] | None:
+        """Bring a sequence group back; its blocks are its own and not cached.
+
+        Returns:
+          What the device must move after the swap-outs and before the copies; None: no room.
+
+        Raises:
+          ValueError: an id is not swapped out, or named twice.
+        """
+        if len(set(seq_ids)) < len(seq_ids):
+            raise ValueError(f"seq_ids={list(seq_ids)} must differ")
+        if not self.can_swap_in(seq_ids):
+            return None
+        host_tables = self._host.tables_of(seq_ids)
+        sources = distinct_blocks(host_tables)
+        targets = self._take(len(sources))
+        tables = move_tables(host_tables, sources, targets, self._pool)
+        for seq_id, table in zip(seq_ids, tables, strict=True):
+            table.swap_step = self._step
+            self._tables[seq_id] = table
+            self._num_table_tokens += self._num_resident(table)
+        self._busy.busy.update(targets)
+        return self._host.give_back(seq_ids, sources, targets)
+
+    def prefix_stats(self) -> PrefixStats:
+        """What the prefix cache was good for so far."""
+        return dataclasses.replace(self._queries, evictions=self._cache.evictions)
+
+    def check_integrity(self) -> None:
+        """Prove that tables, reference counts, free lists and cache agree, on device and host.
+
+        Free + referenced + cached = total; every count equals the number of tables that hold the
+        block; tables are exactly as long as their tokens need; all holders of a shared block, the
+        cache too, see the same positions filled, so nobody wrote to it alone (only ``trim`` lets a
+        holder see fewer); nothing free, or given up while a move reads it, is in a table; no block
+        is both source and destination of copies.
 
         Raises:
           RuntimeError: with the numbers, if not.
         """
-        self._pool.check_integrity()
-        references: Counter[int] = Counter(self._deferred)
-        holders: dict[int, _Holding] = {}
-        for seq_id, table in self._tables.items():
-            references.update(table.blocks)
-            _check(
-                len(table.blocks) == self.blocks_for(table.num_tokens) >= 1
-                and table.array.tolist() == table.blocks,
-                f"seq_id={seq_id}: {table} with array {table.array} and blocks of "
-                f"{self.block_size}",
-            )
-            for place, block in enumerate(table.blocks):
-                filled = min(table.num_tokens - place * self.block_size, self.block_size)
-                here = _Holding(place, filled, table.is_trimmed)
-                other = holders.setdefault(block, here)
-                if not here.agrees_with(other):
-                    raise RuntimeError(
-                        f"block {block} of seq_id={seq_id} is {here}, of another sequence it is "
-                        f"{other}: somebody wrote to a shared block"
-                    )
-        counts = {block: count for block, count in enumerate(self._pool.ref_counts) if count}
-        _check(
-            counts == references,
-            f"reference counts {counts} differ from the holders {dict(references)}",
+        tables = {f"seq_id={seq_id}": table for seq_id, table in self._tables.items()}
+        tables |= {f"pin_id={pin_id}": table for pin_id, table in self._pinned.items()}
+        size = self.block_size
+        self._cache.check_integrity()
+        check_tables(tables, self._pool, self._busy, block_size=size, cache=self._cache)
+        check_copies(self._copies, self._busy.busy)
+        self._host.check_integrity(self._tables.keys(), block_size=size)
+        num_tokens = sum(self._num_resident(table) for table in tables.values())
+        if num_tokens != self._num_table_tokens:
+            raise RuntimeError(f"tables hold {num_tokens} tokens, counted {self._num_table_tokens}")
+
+    def _share_prefix(self, prefix: PrefixMatch, num_tokens: int) -> list[int]:
+        """The first blocks of a new table; references come before anything is evicted."""
+        self._pool.share(prefix.blocks)
+        blocks = list(prefix.blocks)
+        if prefix.partial is None:
+            return blocks
+        src = prefix.partial.block
+        num_new = self.blocks_for(num_tokens) - len(blocks)
+        if src in self._pool.idle and num_new == self.num_free:
+            # No room for a copy beside its source: the block itself is taken.
+            self._pool.share((src,))
+            self._cache.forget(src)
+            return [*blocks, src]
+        self._busy.hold(src)
+        return [*blocks, self._copy(src)]
+
+
+def _require_written(table: BlockTable, end: int, step: int) -> None:
+    written = 0 if table.swap_step == step else table.num_tokens
+    if table.write_step == step:
+        written = min(written, table.num_written)
+    if end > written:
+        raise ValueError(
+            f"token_ids must end at or before position {written}, not at {end}: only what earlier "
+            f"steps wrote is published"
         )
-        _check(
-            holders.keys().isdisjoint(self._deferred) and self._copied.issuperset(self._deferred),
-            f"deferred {self._deferred} must be copied blocks {self._copied} that no table holds",
-        )
-        num_tokens = sum(table.num_tokens for table in self._tables.values())
-        _check(
-            num_tokens == self._num_table_tokens,
-            f"tables hold {num_tokens} tokens, counted {self._num_table_tokens}",
-        )
-        self._check_copies()
-
-    def _check_copies(self) -> None:
-        sources = {copy.src for copy in self._copies}
-        destinations = [copy.dst for copy in self._copies]
-        _check(
-            sources.isdisjoint(destinations)
-            and len(set(destinations)) == len(destinations)
-            and self._copied == sources.union(destinations)
-            and all(self._pool.ref_counts[block] for block in self._copied),
-            f"copies {self._copies} of one step overlap, or use a free block",
-        )
-
-    def _table(self, seq_id: int) -> BlockTable:
-        try:
-            return self._tables[seq_id]
-        except KeyError:
-            message = f"seq_id={seq_id} must be one of the {len(self._tables)} with a table"
-            raise ValueError(message) from None
-
-    def _needs_copy(self, table: BlockTable) -> bool:
-        is_partial = table.num_tokens % self.block_size != 0
-        return is_partial and self._pool.ref_counts[table.blocks[-1]] > 1
-
-    def _copy_on_write(self, seq_id: int, table: BlockTable) -> BlockCopy:
-        src = table.blocks[-1]
-        if table.write_step == self._step:
-            raise ValueError(
-                f"seq_id={seq_id} must wait for the next step: it shares block {src}, which holds "
-                f"tokens of step {self._step} that a copy would read before they are written"
-            )
-        dst = self._pool.allocate(1)[0]
-        table.replace_last(dst)
-        copy = BlockCopy(src, dst)
-        self._copies.append(copy)
-        self._copied.update(copy)
-        self._release((src,))
-        return copy
-
-    def _release(self, blocks: Iterable[int]) -> None:
-        if self._copied:
-            held = [b for b in blocks if b in self._copied and self._pool.ref_counts[b] == 1]
-            self._deferred.extend(held)
-            blocks = [block for block in blocks if block not in held]
-        self._pool.release(blocks)
-
-    def _filled_by_block(self) -> dict[int, int]:
-        filled: dict[int, int] = {}
-        for table in self._tables.values():
-            for place, block in enumerate(table.blocks):
-                here = min(table.num_tokens - place * self.block_size, self.block_size)
-                filled[block] = max(filled.get(block, 0), here)
-        return filled
-
-
-def _require_positive(num_tokens: int) -> None:
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens={num_tokens} must be >= 1")
-
-
-def _check(holds: bool, message: str) -> None:
-    if not holds:
-        raise RuntimeError(message)

@@ -1,4 +1,4 @@
-"""Free list and reference counts of the pool's blocks."""
+"""Free list, reference counts and kept blocks of a pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ NULL_BLOCK = 0
 class BlockPool:
     """Hands out block ids and counts who refers to them; knows nothing of their content.
 
-    Block 0 is the null block: never allocated, never counted. Every operation is O(1) a block.
+    Block 0 is the null block: never allocated, never counted. A block is free, referenced, or idle:
+    *kept* (the prefix cache wants its content) while nobody refers to it. Every operation is O(1)
+    a block.
 
     >>> pool = BlockPool(4)
     >>> pool.allocate(2)
@@ -19,6 +21,10 @@ class BlockPool:
     >>> pool.release([1, 2])
     >>> pool.num_free, pool.ref_counts[2]
     (2, 1)
+    >>> pool.keep(2)
+    >>> pool.release([2])
+    >>> pool.num_free, list(pool.idle)
+    (2, [2])
 
     Args:
       num_blocks: blocks of the pool, the null block included; at least 2.
@@ -27,12 +33,13 @@ class BlockPool:
 
     Attributes:
       ref_counts: references to each block, int [num_blocks]; read only.
+      idle: kept blocks without references, longest idle first; of one release, the last first.
 
     Raises:
       ValueError: there is no usable block, or ``free_blocks`` is not such a permutation.
     """
 
-    __slots__ = ("_free", "num_blocks", "ref_counts")
+    __slots__ = ("_free", "_kept", "idle", "num_blocks", "ref_counts")
 
     def __init__(self, num_blocks: int, *, free_blocks: Sequence[int] | None = None) -> None:
         if num_blocks < 2:
@@ -43,11 +50,13 @@ class BlockPool:
         self.num_blocks = num_blocks
         # A stack: the block released last is handed out first, so few pages of memory are touched.
         self._free = order[::-1]
+        self._kept: set[int] = set()
+        self.idle: dict[int, None] = {}
         self.ref_counts = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody refers to."""
+        """Blocks that nobody refers to and nobody wants kept."""
         return len(self._free)
 
     @property
@@ -76,53 +85,94 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of ``blocks``.
+        """Add one reference to each of ``blocks``, idle ones included.
 
         Raises:
-          RuntimeError: a block is not allocated.
+          RuntimeError: a block is free.
         """
         counts = self.ref_counts
         for block in blocks:
             if counts[block] < 1:
-                raise RuntimeError(f"share of block {block}, which is free: {self._numbers()}")
+                if block not in self.idle:
+                    raise RuntimeError(f"share of block {block}, which is free: {self._numbers()}")
+                del self.idle[block]
             counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each of ``blocks``; those without any become free.
+        """Drop one reference to each of ``blocks``; those without any become free, or idle if kept.
 
         Raises:
           RuntimeError: a block is free already (a double free).
         """
         counts = self.ref_counts
+        fell_idle: list[int] = []
         for block in blocks:
             count = counts[block] - 1
             if count < 0:
                 raise RuntimeError(f"double free of block {block}: {self._numbers()}")
             counts[block] = count
             if count == 0:
-                self._free.append(block)
+                (fell_idle if block in self._kept else self._free).append(block)
+        if fell_idle:
+            # A table's last block is the first to be evicted.
+            self.idle.update(dict.fromkeys(reversed(fell_idle)))
+
+    def keep(self, block: int) -> None:
+        """Let ``block`` become idle, not free, once its last reference goes.
+
+        Raises:
+          RuntimeError: it has no reference, or is kept already.
+        """
+        if self.ref_counts[block] < 1 or block in self._kept:
+            raise RuntimeError(
+                f"keep of block {block} with {self.ref_counts[block]} references, "
+                f"kept={block in self._kept}: {self._numbers()}"
+            )
+        self._kept.add(block)
+
+    def unkeep(self, block: int) -> None:
+        """No longer keep ``block``: free at once if it is idle.
+
+        Raises:
+          RuntimeError: it is not kept.
+        """
+        if block not in self._kept:
+            raise RuntimeError(f"unkeep of block {block}, not kept: {self._numbers()}")
+        self._kept.remove(block)
+        if block in self.idle:
+            del self.idle[block]
+            self._free.append(block)
+
+    def is_kept(self, block: int) -> bool:
+        """Whether ``block`` will be, or is, idle rather than free when nobody refers to it."""
+        return block in self._kept
 
     def check_integrity(self) -> None:
-        """Prove that every block is either free or referenced, and none both.
+        """Prove that every block is exactly one of free, idle and referenced.
 
         Raises:
           RuntimeError: with the numbers, if not.
         """
-        free = set(self._free)
+        free, idle = set(self._free), set(self.idle)
         referenced = {block for block, count in enumerate(self.ref_counts) if count}
         if (
             len(free) != len(self._free)
             or free & referenced
-            or NULL_BLOCK in free | referenced
-            or len(free) + len(referenced) != self.num_usable
+            or idle & (free | referenced)
+            or free & self._kept
+            or not idle <= self._kept
+            or NULL_BLOCK in free | referenced | self._kept
+            or len(free) + len(referenced) + len(idle) != self.num_usable
             or min(self.ref_counts) < 0
         ):
             raise RuntimeError(
                 f"blocks lost or counted twice: {self._numbers()}, referenced={len(referenced)}, "
-                f"in both={sorted(free & referenced)}"
+                f"in both={sorted(free & referenced)}, idle={sorted(idle)}, "
+                f"kept={sorted(self._kept)}"
             )
 
     def _numbers(self) -> str:
         return (
-            f"free={len(self._free)}, usable={self.num_usable}, references={sum(self.ref_counts)}"
+            f"free={len(self._free)}, usable={self.num_usable}, "
+            f"references={sum(self.ref_counts)}, idle={len(self.idle)}"
         )

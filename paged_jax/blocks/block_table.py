@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from paged_jax.blocks.prefix_cache import CachedNode
 
 _MIN_CAPACITY = 8
 
@@ -16,17 +20,35 @@ class BlockTable:
     Attributes:
       blocks: block ids in logical order; change them by ``extend`` and the like only.
       num_tokens: filled positions, those that the current step writes included.
+      num_holes: leading entries that were given up and are the null block.
       write_step: the manager's step that last wrote to it.
+      num_written: filled positions before that step.
+      swap_step: the manager's step that last brought it from the host.
       is_trimmed: whether positions were ever given back.
+      node: the prefix cache's node of its last published block, or None.
     """
 
-    __slots__ = ("_buffer", "blocks", "is_trimmed", "num_tokens", "write_step")
+    __slots__ = (
+        "_buffer",
+        "blocks",
+        "is_trimmed",
+        "node",
+        "num_holes",
+        "num_tokens",
+        "num_written",
+        "swap_step",
+        "write_step",
+    )
 
     def __init__(self, blocks: list[int], *, num_tokens: int) -> None:
         self.blocks = blocks
         self.num_tokens = num_tokens
+        self.num_holes = 0
         self.write_step = -1
+        self.num_written = 0
+        self.swap_step = -1
         self.is_trimmed = False
+        self.node: CachedNode | None = None
         self._buffer = np.zeros(max(len(blocks), _MIN_CAPACITY), np.int32)
         self._buffer[: len(blocks)] = blocks
 
@@ -34,6 +56,18 @@ class BlockTable:
     def array(self) -> np.ndarray:
         """The blocks as int32 [len(blocks)]: a view, outdated by the next change."""
         return self._buffer[: len(self.blocks)]
+
+    @property
+    def held(self) -> Sequence[int]:
+        """The blocks that it refers to: all but the holes."""
+        return self.blocks[self.num_holes :] if self.num_holes else self.blocks
+
+    def write(self, end: int, *, step: int) -> None:
+        """Count positions up to ``end`` as filled, the new ones by this ``step``."""
+        if self.write_step != step:
+            self.write_step = step
+            self.num_written = self.num_tokens
+        self.num_tokens = end
 
     def extend(self, new_blocks: list[int]) -> None:
         """Add blocks at the end."""
@@ -49,11 +83,11 @@ class BlockTable:
         else:
             self._buffer[begin:end] = new_blocks
 
-    def replace_last(self, block: int) -> int:
-        """Put ``block`` in the place of the last one, which is returned."""
-        old = self.blocks[-1]
-        self.blocks[-1] = block
-        self._buffer[len(self.blocks) - 1] = block
+    def replace(self, place: int, block: int) -> int:
+        """Put ``block`` at ``place``; returns the one that was there."""
+        old = self.blocks[place]
+        self.blocks[place] = block
+        self.array[place] = block
         return old
 
     def cut(self, num_blocks: int) -> list[int]:
@@ -62,11 +96,28 @@ class BlockTable:
         del self.blocks[num_blocks:]
         return removed
 
-    def copy(self) -> BlockTable:
-        """An equal table that changes on its own."""
-        twin = BlockTable(list(self.blocks), num_tokens=self.num_tokens)
-        twin.write_step = self.write_step
-        twin.is_trimmed = self.is_trimmed
+    def trim(self, num_tokens: int, *, block_size: int) -> None:
+        """Forget the positions past ``num_tokens``; their blocks were cut before."""
+        self.is_trimmed = self.is_trimmed or num_tokens < self.num_tokens
+        self.num_tokens = num_tokens
+        self.num_written = min(self.num_written, num_tokens)
+        while self.node is not None and self.node.depth * block_size > num_tokens:
+            self.node = self.node.parent
+
+    def drop(self, num_holes: int) -> list[int]:
+        """Turn the first ``num_holes`` entries into holes; returns the blocks that became so."""
+        removed = self.blocks[self.num_holes : num_holes]
+        self.blocks[self.num_holes : num_holes] = [0] * len(removed)
+        self._buffer[self.num_holes : num_holes] = 0
+        self.num_holes += len(removed)
+        return removed
+
+    def copy(self, blocks: list[int] | None = None) -> BlockTable:
+        """An equal table that changes on its own, in other ``blocks`` if given."""
+        twin = BlockTable(list(self.blocks) if blocks is None else blocks, num_tokens=0)
+        for name in self.__slots__:
+            if name not in ("_buffer", "blocks"):
+                setattr(twin, name, getattr(self, name))
         return twin
 
     def __repr__(self) -> str:

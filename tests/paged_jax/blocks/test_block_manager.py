@@ -261,12 +261,12 @@ class TestIntegrity:
 
     def test_deferred_block_in_a_table(self, manager):
         manager._pool.share([2])
-        manager._deferred.append(2)
-        with pytest.raises(RuntimeError, match=r"deferred \[2\] must be copied blocks"):
+        manager._busy.deferred.append(2)
+        with pytest.raises(RuntimeError, match=r"deferred \[2\] must be busy blocks"):
             manager.check_integrity()
 
     def test_chained_copies(self, manager):
         manager._copies.append(BlockCopy(src=3, dst=1))
-        manager._copied.add(1)
+        manager._busy.busy.add(1)
         with pytest.raises(RuntimeError, match="of one step overlap"):
             manager.check_integrity()
