@@ -128,6 +128,7 @@ class PagedKVCache:
                 q_lens,
                 num_heads=num_heads,
                 num_new=num_new,
+                table_width=table_width,
                 backend=backend,
                 interpret=interpret,
             )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,25 @@ class Backend:
 
     run: Callable[..., Any]
     unsupported: Callable[[Any, Device], str | None] = lambda call, device: None
+
+
+def gpu_backend(module: str, function: str) -> Backend:
+    """Load a GPU backend, or one that says that this JAX no longer ships what it is written in.
+
+    Args:
+        module: its module, which also has `unsupported`.
+        function: the name of its `run`.
+    """
+    try:
+        loaded = importlib.import_module(module)
+    except ImportError as error:
+        reason = f"this JAX does not ship it ({error})"
+        return Backend(run=_refuse, unsupported=lambda call, device: reason)
+    return Backend(run=getattr(loaded, function), unsupported=loaded.unsupported)
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("a backend that cannot be imported")
 
 
 # Loaders, so that nothing imports Pallas (a second of start-up) where no GPU kernel runs.

@@ -5,7 +5,7 @@ from typing import Any, overload
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.backends import Backend, pick_backend
+from pallas_kernels.backends import Backend, gpu_backend, pick_backend
 from pallas_kernels.block_copy.blocks import Blocks
 from pallas_kernels.block_copy.call import CopyCall
 from pallas_kernels.block_copy.reference import move_blocks_reference
@@ -19,22 +19,9 @@ from pallas_kernels.block_copy.validate import (
 from pallas_kernels.block_copy.xla import move_blocks_xla
 from pallas_kernels.paged_attention.validate import check_int32, is_concrete
 
-
-def _triton() -> Backend:
-    from pallas_kernels.block_copy import triton
-
-    return Backend(run=triton.move_blocks_triton, unsupported=triton.unsupported)
-
-
-def _mosaic() -> Backend:
-    from pallas_kernels.block_copy import mosaic
-
-    return Backend(run=mosaic.move_blocks_mosaic, unsupported=mosaic.unsupported)
-
-
 BACKENDS = {
-    "mosaic": _mosaic,
-    "triton": _triton,
+    "mosaic": lambda: gpu_backend("pallas_kernels.block_copy.mosaic", "move_blocks_mosaic"),
+    "triton": lambda: gpu_backend("pallas_kernels.block_copy.triton", "move_blocks_triton"),
     "xla": lambda: Backend(run=move_blocks_xla),
     "reference": lambda: Backend(run=move_blocks_reference),
 }

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.backends import Backend, pick_backend
+from pallas_kernels.backends import Backend, gpu_backend, pick_backend
 from pallas_kernels.kv_write.call import WriteCall
 from pallas_kernels.kv_write.reference import kv_write_reference
 from pallas_kernels.kv_write.xla import kv_write_xla
@@ -17,22 +17,9 @@ from pallas_kernels.paged_attention.validate import (
     is_concrete,
 )
 
-
-def _triton() -> Backend:
-    from pallas_kernels.kv_write import triton
-
-    return Backend(run=triton.kv_write_triton, unsupported=triton.unsupported)
-
-
-def _mosaic() -> Backend:
-    from pallas_kernels.kv_write import mosaic
-
-    return Backend(run=mosaic.kv_write_mosaic, unsupported=mosaic.unsupported)
-
-
 BACKENDS = {
-    "mosaic": _mosaic,
-    "triton": _triton,
+    "mosaic": lambda: gpu_backend("pallas_kernels.kv_write.mosaic", "kv_write_mosaic"),
+    "triton": lambda: gpu_backend("pallas_kernels.kv_write.triton", "kv_write_triton"),
     "xla": lambda: Backend(run=kv_write_xla),
     "reference": lambda: Backend(run=kv_write_reference),
 }

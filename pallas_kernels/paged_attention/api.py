@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.backends import Backend, pick_backend
+from pallas_kernels.backends import Backend, gpu_backend, pick_backend
 from pallas_kernels.devices import current_device
 from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.reference import paged_attention_reference
@@ -21,21 +21,11 @@ if TYPE_CHECKING:
     from pallas_kernels.paged_attention.work import Work
 
 
-def _mosaic() -> Backend:
-    from pallas_kernels.paged_attention import mosaic
-
-    return Backend(run=mosaic.paged_attention_mosaic, unsupported=mosaic.unsupported)
-
-
-def _triton() -> Backend:
-    from pallas_kernels.paged_attention import triton
-
-    return Backend(run=triton.paged_attention_triton, unsupported=triton.unsupported)
-
+PACKAGE = "pallas_kernels.paged_attention"
 
 BACKENDS = {
-    "mosaic": _mosaic,
-    "triton": _triton,
+    "mosaic": lambda: gpu_backend(f"{PACKAGE}.mosaic", "paged_attention_mosaic"),
+    "triton": lambda: gpu_backend(f"{PACKAGE}.triton", "paged_attention_triton"),
     "xla": lambda: Backend(run=paged_attention_xla),
     "reference": lambda: Backend(run=paged_attention_reference),
 }
@@ -130,7 +120,7 @@ def paged_attention(
     run = pick_backend("paged_attention", backend, BACKENDS, call, interpret=interpret)
     if head_dim < padded_dim:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, padded_dim - head_dim)))
-    if work is not None and getattr(run, "func", None) is _mosaic().run:
+    if work is not None and getattr(run, "func", None) is BACKENDS["mosaic"]().run:
         run = functools.partial(run, work=work)
     out, lse = run(
         q,
@@ -156,6 +146,7 @@ def plan_attention(
     *,
     num_heads: int,
     num_new: int,
+    table_width: int,
     window: int | Array | None = None,
     backend: str | None = None,
     interpret: bool = False,
@@ -168,6 +159,7 @@ def plan_attention(
         q_lens: new tokens in the row, int32.
         num_heads: query heads (H).
         num_new: padded new tokens a row (T).
+        table_width: blocks a row may have (M).
         window: the window of all layers; None where they have none or differ.
         backend: as in `paged_attention`.
         interpret: likewise.
@@ -180,12 +172,17 @@ def plan_attention(
         return None
     from pallas_kernels.paged_attention import mosaic
 
-    return mosaic.plan(
-        kv_blocks,
-        kv_lens,
-        q_lens,
-        num_heads=num_heads,
+    num_blocks, _, num_kv_heads, block_size, head_dim = kv_blocks.shape
+    call = AttentionCall(
+        num_rows=kv_lens.shape[0],
         num_new=num_new,
-        window=window,
-        device=device,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        table_width=table_width,
+        num_blocks=num_blocks,
+        q_dtype="bfloat16",  # the decode kernel multiplies in the pool's
+        kv_dtype=str(kv_blocks.dtype),
     )
+    return mosaic.plan(call, kv_lens, q_lens, window=window, device=device)

@@ -1,7 +1,6 @@
 """`paged_attention` in Pallas Mosaic GPU: the decode kernel for few queries, else prefill."""
 
-import jax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.devices import H100, Device, current_device
 from pallas_kernels.paged_attention.call import AttentionCall
@@ -63,44 +62,17 @@ def paged_attention_mosaic(
 
 
 def plan(
-    kv_blocks: Shaped[Array, "N 2 K S D"] | jax.ShapeDtypeStruct,
+    call: AttentionCall,
     kv_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],
     *,
-    num_heads: int,
-    num_new: int,
     window: int | Array | None,
     device: Device,
 ) -> Work | None:
     """The work list of a step's decode calls, or None where the decode kernel will not run."""
-    num_blocks, _, num_kv_heads, block_size, head_dim = kv_blocks.shape
-    kv_dtype = str(kv_blocks.dtype)
-    call = AttentionCall(
-        num_rows=kv_lens.shape[0],
-        num_new=num_new,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        table_width=1,
-        num_blocks=num_blocks,
-        q_dtype=kv_dtype,
-        kv_dtype=kv_dtype,
-    )
     if not _decodes(call, device):
         return None
-    return plan_decode_work(
-        kv_lens,
-        q_lens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        kv_dtype=kv_dtype,
-        num_new=num_new,
-        device=device,
-        window=window,
-    )
+    return plan_decode_work(call, kv_lens, q_lens, device=device, window=window)
 
 
 def _decodes(call: AttentionCall, device: Device) -> bool:

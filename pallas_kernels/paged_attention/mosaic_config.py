@@ -18,11 +18,20 @@ import jax.numpy as jnp
 
 from pallas_kernels.devices import Device
 from pallas_kernels.paged_attention.call import AttentionCall
+from pallas_kernels.paged_attention.tuned import tuned_config
 
 TILE_ROWS = 64  # rows of the tensor core's M side
 MAX_COLUMNS = 64  # query columns (T * G) of one head
 PACKED_COLUMNS = 16  # packing heads may widen a tile to this many columns
 MAX_STAGES = 6
+# What the pool's elements are multiplied as. From int8 to bfloat16 there is a short path, from
+# float8_e4m3fn to float16 an instruction; both are exact.
+PRODUCT_DTYPES = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "int8": "bfloat16",
+    "float8_e4m3fn": "float16",
+}
 THREADS = 256  # one consumer and one producer warpgroup
 SYSTEM_SMEM = 1024  # bytes that CUDA keeps a CTA
 REGISTERS_PER_SM = 65_536
@@ -132,6 +141,13 @@ def pick_mosaic_decode_config(call: AttentionCall, device: Device) -> MosaicDeco
         num_ctas=device.num_sms * resident,
         mma=device.compute_capability is not None and device.compute_capability[0] >= 10,
     )
+
+
+def decode_config(call: AttentionCall, device: Device) -> MosaicDecodeConfig:
+    """As measured on the device, else as the model says; q's dtype does not count, nor a window."""
+    call = dataclasses.replace(call, q_dtype=PRODUCT_DTYPES[call.kv_dtype])
+    measured = tuned_config(call, device, backend="mosaic")
+    return MosaicDecodeConfig(**measured) if measured else pick_mosaic_decode_config(call, device)
 
 
 def resident_ctas(call: AttentionCall, config: MosaicDecodeConfig, device: Device) -> int:

@@ -26,10 +26,11 @@ from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.mosaic_config import (
     MAX_COLUMNS,
     MAX_REGISTERS,
+    PRODUCT_DTYPES,
     DecodeGeometry,
     MosaicDecodeConfig,
+    decode_config,
     decode_geometry,
-    pick_mosaic_decode_config,
     register_estimate,
     smem_bytes,
 )
@@ -39,14 +40,6 @@ from pallas_kernels.paged_attention.mosaic_merge import merge_partials
 from pallas_kernels.paged_attention.validate import clamp_lens
 from pallas_kernels.paged_attention.work import Work, plan_work
 
-# What the pool's elements are multiplied as. From int8 to bfloat16 there is a short path, from
-# float8_e4m3fn to float16 an instruction; both are exact.
-PRODUCT_DTYPES = {
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "int8": "bfloat16",
-    "float8_e4m3fn": "float16",
-}
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MIN_SCALES = 32  # copies of scales go to multiples of 128 bytes of shared memory
 INTERPRETED_CTAS = 3  # the interpreter runs them one after the other
@@ -73,7 +66,7 @@ def unsupported_decode(call: AttentionCall, device: Device) -> str | None:
             f"{call.num_new} new tokens of {call.group} query heads a key/value head; "
             f"their product must be at most {MAX_COLUMNS}"
         )
-    config = pick_mosaic_decode_config(call, device)
+    config = decode_config(call, device)
     geometry = decode_geometry(call, config)
     if call.is_quantized and geometry.block_rows < MIN_SCALES:
         return (
@@ -112,9 +105,9 @@ def paged_attention_mosaic_decode(
 
     Args:
         q: as there, like all arguments not named here; multiplied in the pool's dtype, or
-                for an 8-bit pool in that of `PRODUCT_DTYPES`.
+            for an 8-bit pool in that of `PRODUCT_DTYPES`.
         work: the step's work list (`plan_decode_work`); made here when None.
-        config: tile shapes and grid; by `pick_mosaic_decode_config` when None.
+        config: tile shapes and grid; by `decode_config` when None.
         interpret: run in Pallas's interpreter with its race detector.
 
     Raises:
@@ -131,7 +124,7 @@ def paged_attention_mosaic_decode(
     if reason is not None:
         raise NotImplementedError(f"mosaic decode: {reason}")
     if config is None:
-        config = pick_mosaic_decode_config(call, device)
+        config = decode_config(call, device)
         if interpret:
             config = dataclasses.replace(config, num_ctas=INTERPRETED_CTAS)
     geometry = decode_geometry(call, config)

@@ -29,9 +29,10 @@ from pallas_kernels.paged_attention.triton_config import (
     pick_triton_config,
 )
 from pallas_kernels.paged_attention.triton_kernel import Static, attend
+from pallas_kernels.paged_attention.tuned import tuned_config
 from pallas_kernels.paged_attention.validate import clamp_lens
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
@@ -71,7 +72,7 @@ def paged_attention_triton(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """The semantics of `paged_attention` (see there); returns the output and the lse.
 
-    `config` overrides the choice of `pick_triton_config`.
+    `config` overrides the choice: a measured table's, or `pick_triton_config`'s.
 
     Products are of q's dtype where it has 16 bits and the pool has the same or 8 bits; else of
     float32, as three TF32 products (float32's accuracy but for its last bits), or as one TF32
@@ -82,7 +83,7 @@ def paged_attention_triton(
     N, _, K, S, _ = kv_blocks.shape
     if config is None:
         call = AttentionCall.of(q, kv_blocks, block_tables, window=window)
-        config = pick_triton_config(call, current_device())
+        config = _config(call, current_device())
     kv_lens, q_lens = clamp_lens(kv_lens, q_lens, num_slots=block_tables.shape[1] * S, max_new=T)
     static = _static(q, kv_blocks, interpret, config)
     merge = config.splits > 1
@@ -130,6 +131,12 @@ def _static(q: Array, kv_blocks: Array, interpret: bool, config: TritonConfig) -
         interpret=interpret,
         config=config,
     )
+
+
+def _config(call: AttentionCall, device: Device) -> TritonConfig:
+    """As measured on the device, else as the model says."""
+    measured = tuned_config(call, device, backend="triton")
+    return TritonConfig(**measured) if measured else pick_triton_config(call, device)
 
 
 def _product_dtype(q_dtype: Any, kv_dtype: Any) -> Any:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.devices import Device
 from pallas_kernels.paged_attention.call import AttentionCall
-from pallas_kernels.paged_attention.mosaic_config import decode_geometry, pick_mosaic_decode_config
+from pallas_kernels.paged_attention.mosaic_config import decode_config, decode_geometry
 
 
 @functools.partial(
@@ -104,45 +104,23 @@ def plan_work(
 
 
 def plan_decode_work(
+    call: AttentionCall,
     kv_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    kv_dtype: str,
-    num_new: int,
     device: Device,
     window: int | Array | None = None,
 ) -> Work:
     """The work list that `paged_attention_mosaic_decode` would make, for all layers of a step.
 
     Args:
+        call: a layer's call.
         kv_lens: positions of context of each row.
         q_lens: new tokens of each row.
-        num_heads: query heads (H).
-        num_kv_heads: key/value heads of the pool (K).
-        head_dim: channels a head in the pool (D).
-        block_size: token positions a block (S).
-        kv_dtype: dtype name of the pool's elements.
-        num_new: padded new tokens a row (T).
         device: the GPU the step runs on.
         window: as in `plan_work`; give it where all layers share one.
     """
-    call = AttentionCall(
-        num_rows=kv_lens.shape[0],
-        num_new=num_new,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        table_width=1,
-        num_blocks=1,
-        q_dtype=kv_dtype,
-        kv_dtype=kv_dtype,
-    )
-    config = pick_mosaic_decode_config(call, device)
+    config = decode_config(call, device)
     geometry = decode_geometry(call, config)
     return plan_work(
         kv_lens,

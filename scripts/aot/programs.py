@@ -162,7 +162,14 @@ def _step(case: Case) -> Program:
         )
         lens = (kv_lens, q_lens)
         num_heads = NUM_KV_HEADS * case.group
-        work = plan_attention(flat, *lens, num_heads=num_heads, num_new=T, backend=case.backend)
+        work = plan_attention(
+            flat,
+            *lens,
+            num_heads=num_heads,
+            num_new=T,
+            table_width=tables.shape[1],
+            backend=case.backend,
+        )
 
         def layer(carry, xs):
             (flat, flat_scales), (q, k, v, index) = carry, xs

@@ -132,7 +132,9 @@ def decode_step(
     slots = blocks * shape.block_size + (last % shape.block_size)[:, None]
     options: dict[str, Any] = {"backend": backend, "interpret": interpret}
     if backend != "none":
-        work = plan_attention(pool, lens, ones, num_heads=H, num_new=1, **options)
+        work = plan_attention(
+            pool, lens, ones, num_heads=H, num_new=1, table_width=tables.shape[1], **options
+        )
         options["work"] = work
 
     def layer(carry: Any, xs: Any) -> Any:

@@ -1,5 +1,7 @@
 import logging
+import sys
 
+import jax.experimental.pallas
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
@@ -9,7 +11,7 @@ from pallas_kernels.backends import Backend, pick_backend
 from pallas_kernels.block_copy import block_copy
 from pallas_kernels.devices import H100
 from pallas_kernels.kv_write import kv_write
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import api, paged_attention
 
 
 def call_paged_attention(backend):
@@ -82,3 +84,16 @@ def test_a_gpu_takes_the_first_backend_that_takes_the_call():
 def test_the_interpreter_runs_gpu_backends_anywhere():
     ops = loaders(triton=None, xla=None)
     assert pick_backend("op", "triton", ops, None, interpret=True)() == "triton"
+
+
+def test_a_jax_without_a_backend_is_no_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    monkeypatch.delattr(jax.experimental.pallas, "triton", raising=False)
+    for name in [name for name in sys.modules if name.startswith(f"{api.PACKAGE}.triton")]:
+        monkeypatch.delitem(sys.modules, name)
+    backend = api.BACKENDS["triton"]()
+    reason = backend.unsupported(None, H100)
+    assert reason is not None
+    assert "this JAX does not ship it" in reason
+    with pytest.raises(NotImplementedError, match="cannot be imported"):
+        backend.run()

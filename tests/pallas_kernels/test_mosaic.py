@@ -37,7 +37,7 @@ def on(device):
         ({"num_new": 512}, H100, None),
         ({"num_heads": 512, "num_new": 8}, H100, None),  # too many columns: prefill takes it
         ({}, B200, None),
-        ({"num_new": 512}, B200, "prefill is written for compute capability 9.x"),
+        ({"num_new": 512}, B200, "prefill needs compute capability 9.x"),
         ({}, A100, "compute capability 9.0 or later"),
         ({"head_dim": 80}, H100, "head_dim 80"),
         ({"kv_dtype": "float32"}, H100, "float32"),
@@ -84,7 +84,9 @@ def test_layers_share_one_plan():
     def layers(q, kv_blocks, tables, kv_lens, q_lens, *, share):
         work = None
         if share:
-            work = plan_attention(kv_blocks, kv_lens, q_lens, num_heads=32, num_new=1)
+            work = plan_attention(
+                kv_blocks, kv_lens, q_lens, num_heads=32, num_new=1, table_width=64
+            )
             assert work is not None
         for _ in range(2):
             q = paged_attention(q, kv_blocks, tables, kv_lens, q_lens, work=work)
@@ -100,8 +102,8 @@ def test_layers_share_one_plan():
 
 def is_planned(*, num_new=1, dtype=jnp.bfloat16, backend=None):
     def plan(kv_blocks, kv_lens, q_lens):
-        options = {"num_heads": 32, "num_new": num_new, "backend": backend}
-        return plan_attention(kv_blocks, kv_lens, q_lens, **options)
+        options = {"num_heads": 32, "num_new": num_new, "table_width": 64}
+        return plan_attention(kv_blocks, kv_lens, q_lens, backend=backend, **options)
 
     _, kv_blocks, _, kv_lens, q_lens = arguments(dtype=dtype)
     return jax.eval_shape(plan, kv_blocks, kv_lens, q_lens) is not None
@@ -120,7 +122,7 @@ def test_no_plan_where_another_kernel_runs():
 
 def test_a_plan_is_no_burden_to_other_backends():
     def attend(q, kv_blocks, tables, kv_lens, q_lens):
-        work = plan_attention(kv_blocks, kv_lens, q_lens, num_heads=32, num_new=1)
+        work = plan_attention(kv_blocks, kv_lens, q_lens, num_heads=32, num_new=1, table_width=64)
         assert work is not None
         args = (q, kv_blocks, tables, kv_lens, q_lens)
         return paged_attention(*args, work=work, backend="xla")

@@ -6,10 +6,12 @@ import pytest
 from suites.attention_cases import product
 
 from pallas_kernels.devices import B200, H100, H200
+from pallas_kernels.paged_attention import mosaic_config
 from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.mosaic_config import (
     MosaicDecodeConfig,
     bytes_in_flight,
+    decode_config,
     decode_geometry,
     pick_mosaic_decode_config,
     resident_ctas,
@@ -96,3 +98,14 @@ def test_refused(name):
     config = MosaicDecodeConfig(pack=1, stages=3, num_ctas=264, mma=False)
     with pytest.raises(ValueError, match=f"{name} is 0"):
         dataclasses.replace(config, **{name: 0})
+
+
+def test_a_measured_configuration_comes_first(monkeypatch):
+    def measured(call, device, *, backend):
+        assert call.q_dtype == "bfloat16"  # whatever q has: it is multiplied in the pool's
+        return {"pack": 1, "stages": 4, "num_ctas": 264, "mma": True} if backend == "mosaic" else {}
+
+    assert decode_config(CALL, H100) == pick_mosaic_decode_config(CALL, H100)
+    monkeypatch.setattr(mosaic_config, "tuned_config", measured)
+    config = decode_config(dataclasses.replace(CALL, q_dtype="float32"), H100)
+    assert config == MosaicDecodeConfig(pack=1, stages=4, num_ctas=264, mma=True)

@@ -187,7 +187,7 @@ UNSUPPORTED = [
     (H100, {"has_score_fn": True}, "score_fn"),
     (T4, {}, "compute capability"),
     (A10, {"kv_dtype": "float8_e4m3fn"}, "8.9"),
-    (H100, {"head_dim": 192}, "head dim 192"),
+    (H100, {"head_dim": 72}, "head dim 72"),
     (H100, {"block_size": 4}, "block size 4"),
     (H200, {"kv_dtype": "int8", "num_blocks": 2**16}, "32-bit offsets"),
 ]

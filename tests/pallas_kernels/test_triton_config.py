@@ -27,7 +27,7 @@ LLAMA = AttentionCall(
     kv_dtype="bfloat16",
 )
 DTYPES = [("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("float32", "float32")]
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
 def pick(device=H100, **settings) -> TritonConfig:

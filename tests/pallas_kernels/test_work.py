@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.devices import B200, H100
+from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.work import Work, plan_decode_work, plan_work
 
 ROWS = st.lists(st.tuples(st.integers(0, 700), st.integers(0, 3)), min_size=6, max_size=6)
@@ -87,16 +88,18 @@ def test_a_step_plans_once_for_all_layers():
 @pytest.mark.parametrize(("device", "num_ctas"), [(H100, 264), (B200, 296)])
 def test_the_kernel_s_own_geometry(device, num_ctas):
     lens = jnp.full(3, 100, jnp.int32)
-    work = plan_decode_work(
-        lens,
-        jnp.ones(3, jnp.int32),
+    call = AttentionCall(
+        num_rows=3,
+        num_new=1,
         num_heads=32,
         num_kv_heads=8,
         head_dim=128,
         block_size=16,
+        table_width=7,
+        num_blocks=100,
+        q_dtype="float32",
         kv_dtype="bfloat16",
-        num_new=1,
-        device=device,
     )
+    work = plan_decode_work(call, lens, jnp.ones(3, jnp.int32), device=device)
     assert (work.num_groups, work.tile_tokens, work.num_ctas) == (4, 32, num_ctas)
     check(work, np.full(3, 100), np.ones(3))
