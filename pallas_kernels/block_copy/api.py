@@ -17,6 +17,7 @@ from pallas_kernels.block_copy.validate import (
     check_scales,
 )
 from pallas_kernels.block_copy.xla import move_blocks_xla
+from pallas_kernels.broadcasting import broadcasts
 from pallas_kernels.paged_attention.validate import check_int32, is_concrete
 
 BACKENDS = {
@@ -51,6 +52,7 @@ def block_copy(
 ) -> tuple[Shaped[Array, "L P 2 K S D"], Float[Array, "L P 2 K S"]]: ...
 
 
+@broadcasts
 def block_copy(
     kv_blocks: Any,
     src: Any,
@@ -96,6 +98,7 @@ def block_copy(
     return _result(run(None, pool, jnp.clip(src, 0, last), jnp.clip(dst, 0, last)))
 
 
+@broadcasts
 def block_gather(
     kv_blocks: Shaped[Array, "L P 2 K S D"],
     ids: Int[Array, "C"],
@@ -135,6 +138,7 @@ def block_gather(
     return _result(run(pool, None, src, jnp.arange(call.num_pairs, dtype=jnp.int32)))
 
 
+@broadcasts
 def block_scatter(
     kv_blocks: Shaped[Array, "L P 2 K S D"],
     ids: Int[Array, "C"],

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.backends import Backend, gpu_backend, pick_backend
+from pallas_kernels.broadcasting import broadcasts
 from pallas_kernels.kv_write.call import WriteCall
 from pallas_kernels.kv_write.reference import kv_write_reference
 from pallas_kernels.kv_write.xla import kv_write_xla
@@ -53,6 +54,7 @@ def kv_write(
 ) -> tuple[Shaped[Array, "N 2 K S D"], Float[Array, "N 2 K S"]]: ...
 
 
+@broadcasts
 def kv_write(
     kv_blocks: Any,
     k: Any,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.backends import Backend, gpu_backend, pick_backend
+from pallas_kernels.broadcasting import broadcasts
 from pallas_kernels.devices import current_device
 from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.reference import paged_attention_reference
@@ -31,6 +32,7 @@ BACKENDS = {
 }
 
 
+@broadcasts
 def paged_attention(
     q: Float[Array, "B T H D"],
     kv_blocks: Float[Array, "N 2 K S D"],
@@ -139,6 +141,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+@broadcasts
 def plan_attention(
     kv_blocks: Shaped[Array, "N 2 K S D"] | jax.ShapeDtypeStruct,
     kv_lens: Int[Array, "B"],

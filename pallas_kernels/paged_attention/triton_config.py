@@ -69,8 +69,9 @@ def pick_triton_config(call: AttentionCall, device: Device) -> TritonConfig:
     2. Tiles of keys and values are as long as the registers (`_tile_shape`) and shared memory
        allow: that of two programs where the registers hold two, as one then loads while the
        other computes.
-    3. Where the memory is what bounds the call (few rows a tile), tiles are buffered ahead until
-       `bytes_in_flight` reaches `bytes_wanted`.
+    3. Where the memory is what bounds the call (few rows a tile), as many tiles are buffered ahead
+       as let `bytes_in_flight` grow: three of one program rather than one each of two, if that
+       is more. It is then above `bytes_wanted` on every device of `devices.py` that is large.
     4. The context is split until every multiprocessor has its programs, while a full table still
        gives each split `TILES_PER_SPLIT` tiles.
     """
@@ -79,13 +80,10 @@ def pick_triton_config(call: AttentionCall, device: Device) -> TritonConfig:
     wanted = min(2, _resident_by_registers(call, config))
     while config.tokens > MIN_TOKENS and num_resident(call, device, config) < wanted:
         config = dataclasses.replace(config, tokens=config.tokens // 2)
-    while config.rows < MANY_ROWS and bytes_in_flight(call, device, config) < bytes_wanted(device):
-        deeper = dataclasses.replace(config, num_stages=config.num_stages + 2)
-        if deeper.num_stages > MAX_STAGES or bytes_in_flight(
-            call, device, deeper
-        ) <= bytes_in_flight(call, device, config):
-            break
-        config = deeper
+    if config.rows < MANY_ROWS:
+        depths = range(config.num_stages, MAX_STAGES + 1, 2)
+        deeper = [dataclasses.replace(config, num_stages=depth) for depth in depths]
+        config = max(deeper, key=lambda c: bytes_in_flight(call, device, c))  # the least of equals
     programs = -(-num_rows // config.rows) * call.num_kv_heads * call.num_rows
     slots = max(1, num_resident(call, device, config)) * device.num_sms
     most = call.table_width * call.block_size // (TILES_PER_SPLIT * config.tokens)

@@ -15,16 +15,6 @@ from .records import Budget, RecordFile
 from .summary import draw, summarise
 from .supervisor import Limits, Start, supervise
 
-_OUT = flags.DEFINE_string("out", None, "folder for what was found")
-_BUDGET_S = flags.DEFINE_float("budget_s", 440.0, "seconds in all; 8 minutes is the aim")
-_BACKENDS = flags.DEFINE_list("backends", ["mosaic", "triton", "xla"], "backends to check")
-_SECTIONS = flags.DEFINE_list("sections", ["numerics", "racing", "speed", "step"], "what to do")
-_THREADS = flags.DEFINE_integer("threads", 0, "compilations at a time; 0: the cores, at most 12")
-_CPU_REHEARSAL = flags.DEFINE_bool("cpu_rehearsal", False, "toy sizes on a CPU: does it run?")
-_WORKER = flags.DEFINE_bool("worker", False, "the process that touches the GPU (internal)")
-_STARTED = flags.DEFINE_float("started", 0.0, "when the run began (internal)")
-_EXCLUDED = flags.DEFINE_list("excluded", [], "contenders that were fatal (internal)")
-
 CONTINUED = "records.jsonl"
 
 
@@ -32,16 +22,30 @@ def main(argv: list[str]) -> None:
     """Supervise, or work."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    if _OUT.value is None:
+    if flags.FLAGS.out is None:
         raise app.UsageError("--out must name a folder")
-    out = Path(_OUT.value)
-    if _WORKER.value:
+    out = Path(flags.FLAGS.out)
+    if flags.FLAGS.worker:
         sys.exit(_work(out))
     sys.exit(_supervise(out))
 
 
+def _define_flags() -> None:
+    # Not at import: other programs of this folder have flags of the same names.
+    flags.DEFINE_string("out", None, "folder for what was found")
+    flags.DEFINE_float("budget_s", 440.0, "seconds in all; 8 minutes is the aim")
+    flags.DEFINE_list("backends", ["mosaic", "triton", "xla"], "backends to check")
+    flags.DEFINE_list("sections", ["numerics", "racing", "speed", "step"], "what to do")
+    flags.DEFINE_integer("threads", 0, "compilations at a time; 0: the cores, at most 12")
+    flags.DEFINE_bool("cpu_rehearsal", False, "toy sizes on a CPU: does it run?")
+    flags.DEFINE_bool("worker", False, "the process that touches the GPU (internal)")
+    flags.DEFINE_float("started", 0.0, "when the run began (internal)")
+    flags.DEFINE_list("excluded", [], "contenders that were fatal (internal)")
+
+
 def run() -> None:
     """Entry point."""
+    _define_flags()
     app.run(main)
 
 
@@ -50,8 +54,8 @@ def _supervise(out: Path) -> int:
     records = RecordFile(out / CONTINUED)
     records.path.unlink(missing_ok=True)
     (out / "worker.log").unlink(missing_ok=True)
-    budget = Budget(started=time.time(), seconds=_BUDGET_S.value)
-    threads = _THREADS.value or min(12, os.cpu_count() or 1)
+    budget = Budget(started=time.time(), seconds=flags.FLAGS.budget_s)
+    threads = flags.FLAGS.threads or min(12, os.cpu_count() or 1)
     script = Path(__file__).resolve().parents[1] / "gpu_check.py"
 
     def command(start: Start) -> list[str]:
@@ -62,11 +66,11 @@ def _supervise(out: Path) -> int:
             f"--out={out}",
             f"--started={budget.started}",
             f"--budget_s={budget.seconds}",
-            f"--backends={','.join(_BACKENDS.value)}",
-            f"--sections={','.join(_SECTIONS.value)}",
+            f"--backends={','.join(flags.FLAGS.backends)}",
+            f"--sections={','.join(flags.FLAGS.sections)}",
             f"--threads={start.threads}",
             f"--excluded={','.join(start.excluded)}",
-            f"--cpu_rehearsal={_CPU_REHEARSAL.value}",
+            f"--cpu_rehearsal={flags.FLAGS.cpu_rehearsal}",
         ]
 
     supervise(command, records, budget, out / "worker.log", threads=threads, limits=Limits())
@@ -86,7 +90,7 @@ def _work(out: Path) -> int:
     """Exit code 0 when every item has a result."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch wants some too
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    if _CPU_REHEARSAL.value:
+    if flags.FLAGS.cpu_rehearsal:
         os.environ["JAX_PLATFORMS"] = "cpu"
         # Compiling is most of a rehearsal's time.
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -96,20 +100,20 @@ def _work(out: Path) -> int:
 
     records = RecordFile(out / CONTINUED)
     device = jax.devices()[0]
-    if device.platform != "gpu" and not _CPU_REHEARSAL.value:
+    if device.platform != "gpu" and not flags.FLAGS.cpu_rehearsal:
         reason = f"no NVIDIA GPU: JAX's default device is {device.device_kind}"
         records.append("fatal", reason=f"{reason} (--cpu_rehearsal runs toy sizes on a CPU)")
         return 2
     records.append("device", **_device_facts(jax, device))
     context = worker.Context(
-        rehearsal=_CPU_REHEARSAL.value,
-        backends=tuple(_BACKENDS.value),
-        excluded=frozenset(_EXCLUDED.value),
-        budget=Budget(started=_STARTED.value, seconds=_BUDGET_S.value),
+        rehearsal=flags.FLAGS.cpu_rehearsal,
+        backends=tuple(flags.FLAGS.backends),
+        excluded=frozenset(flags.FLAGS.excluded),
+        budget=Budget(started=flags.FLAGS.started, seconds=flags.FLAGS.budget_s),
         records=records,
     )
     try:
-        worker.work(all_items(context, _SECTIONS.value), context, threads=_THREADS.value)
+        worker.work(all_items(context, flags.FLAGS.sections), context, threads=flags.FLAGS.threads)
     except worker.LostDeviceError as error:
         print(f"{error}: the device answers no more; a new process", flush=True)
         sys.stdout.flush()

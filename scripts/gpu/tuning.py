@@ -28,16 +28,6 @@ from pallas_kernels.paged_attention.triton_config import (
 )
 from pallas_kernels.paged_attention.tuned import EXACT_FIELDS, SCHEMA, device_name, num_tokens
 
-_OUT = flags.DEFINE_string("out", "tuned", "folder of the table")
-_BACKENDS = flags.DEFINE_list("backends", ["mosaic", "triton"], "whose configurations")
-_HEADS = flags.DEFINE_list("heads", ["llama3-8b", "llama3-70b/8", "smollm2", "gemma3-4b"], "shapes")
-_BATCHES = flags.DEFINE_list("batches", ["1", "8", "32", "128"], "rows")
-_CONTEXTS = flags.DEFINE_list("contexts", ["512", "2048", "8192", "32768"], "positions a row")
-_BLOCK_SIZES = flags.DEFINE_list("block_sizes", ["16", "64"], "positions a block")
-_LEAST_GAIN = flags.DEFINE_float("least_gain", 0.03, "share by which a better one must be faster")
-_BUDGET_S = flags.DEFINE_float("budget_s", 540.0, "no shape is begun after these seconds")
-_CPU_REHEARSAL = flags.DEFINE_bool("cpu_rehearsal", False, "a toy size on a CPU: does it run?")
-
 type Config = TritonConfig | MosaicDecodeConfig
 # Seconds a call of each configuration, infinity where it does not compile or run.
 type Timer = Callable[[AttentionCall, str, Sequence[Config]], list[float]]
@@ -236,7 +226,7 @@ def tune_all(
 def _calls() -> list[AttentionCall]:
     from .speed import Shape
 
-    if _CPU_REHEARSAL.value:
+    if flags.FLAGS.cpu_rehearsal:
         heads = dataclasses.replace(HEAD_SHAPES["toy"], head_dim=64, num_kv_heads=1)
         return [Shape(heads=heads, batch=1, context=32, block_size=16).call()]
     return [
@@ -246,10 +236,10 @@ def _calls() -> list[AttentionCall]:
             context=int(context),
             block_size=int(block_size),
         ).call()
-        for name in _HEADS.value
-        for block_size in _BLOCK_SIZES.value
-        for batch in _BATCHES.value
-        for context in _CONTEXTS.value
+        for name in flags.FLAGS.heads
+        for block_size in flags.FLAGS.block_sizes
+        for batch in flags.FLAGS.batches
+        for context in flags.FLAGS.contexts
     ]
 
 
@@ -257,21 +247,21 @@ def main(argv: list[str]) -> None:
     """Tune and write the table."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    if _CPU_REHEARSAL.value:
+    if flags.FLAGS.cpu_rehearsal:
         os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    rehearsal = _CPU_REHEARSAL.value
+    rehearsal = flags.FLAGS.cpu_rehearsal
     device = current_device()
     if not (rehearsal or device.is_cuda):
         raise app.UsageError(f"no NVIDIA GPU here: {device.kind} (see --cpu_rehearsal)")
     entries = tune_all(
         _calls(),
-        _BACKENDS.value,
+        flags.FLAGS.backends,
         dataclasses.replace(H100, num_sms=1) if rehearsal else device,
         functools.partial(time_on_device, interpret=rehearsal),
-        least_gain=_LEAST_GAIN.value,
-        budget_s=_BUDGET_S.value,
+        least_gain=flags.FLAGS.least_gain,
+        budget_s=flags.FLAGS.budget_s,
         max_configs=2 if rehearsal else None,
     )
     name = "rehearsal" if rehearsal else device_name(device)
@@ -282,12 +272,26 @@ def main(argv: list[str]) -> None:
         "date": time.strftime("%Y-%m-%d"),
         "entries": entries,
     }
-    path = Path(_OUT.value) / f"{name or 'unknown'}.json"
+    path = Path(flags.FLAGS.out) / f"{name or 'unknown'}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")
     print(f"{len(entries)} entries in {path}")
 
 
+def _define_flags() -> None:
+    # Not at import: other programs of this folder have flags of the same names.
+    flags.DEFINE_string("out", "tuned", "folder of the table")
+    flags.DEFINE_list("backends", ["mosaic", "triton"], "whose configurations")
+    flags.DEFINE_list("heads", ["llama3-8b", "llama3-70b/8", "smollm2", "gemma3-4b"], "shapes")
+    flags.DEFINE_list("batches", ["1", "8", "32", "128"], "rows")
+    flags.DEFINE_list("contexts", ["512", "2048", "8192", "32768"], "positions a row")
+    flags.DEFINE_list("block_sizes", ["16", "64"], "positions a block")
+    flags.DEFINE_float("least_gain", 0.03, "share by which a better one must be faster")
+    flags.DEFINE_float("budget_s", 540.0, "no shape is begun after these seconds")
+    flags.DEFINE_bool("cpu_rehearsal", False, "a toy size on a CPU: does it run?")
+
+
 def run() -> None:
     """Entry point."""
+    _define_flags()
     app.run(main)

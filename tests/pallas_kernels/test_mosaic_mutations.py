@@ -28,9 +28,10 @@
 | ids of blocks not clamped | nothing |
 | unused entries of the table read | bounds |
 
-`nothing` is honest: the interpreter has the granularity of a warpgroup, so it sees neither a
-missing fence between registers' stores and the tensor core, nor a clamp that a checked table
-never needs. What those do is left to a GPU (`scripts/gpu_check.py`).
+Races, barrier errors and deadlocks may stand for each other: which of them a bug shows first is a
+matter of the threads' timing. `nothing` is honest: the interpreter has the granularity of a
+warpgroup, so it sees neither a missing fence between registers' stores and the tensor core, nor a
+clamp that a checked table never needs. What those do is left to a GPU (`scripts/gpu_check.py`).
 """
 
 import pytest
@@ -39,10 +40,18 @@ from suites.mutations import BUGS, changed_source, seen_by
 # One of each kind that is seen without waiting for a deadlock.
 SAMPLE = ("no wait for a free slot", "one arrival too few", "unreadable V not zeroed")
 
+# A bug of synchronisation is seen by the first of these that a run of the threads leads to.
+TIMING = {"race", "barrier", "deadlock"}
+
+
+def is_as_listed(seen: str, name: str) -> bool:
+    listed = BUGS[name].seen_by
+    return seen == listed or {seen, listed} <= TIMING
+
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_sampled_bugs_are_seen(name):
-    assert seen_by(name) == BUGS[name].seen_by
+    assert is_as_listed(seen_by(name), name)
 
 
 @pytest.mark.long
@@ -50,7 +59,7 @@ def test_sampled_bugs_are_seen(name):
 def test_every_bug(name):
     seen = seen_by(name)
     print(f"| {name} | {seen} |")
-    assert seen == BUGS[name].seen_by
+    assert is_as_listed(seen, name)
 
 
 def test_every_bug_changes_the_kernel():
