@@ -40,11 +40,16 @@ class Stream:
         return twin
 
 
+def common_len(left: list[int], right: list[int]) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
 class BlockManagerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.sampled_from([40, 20, 12, 7, 5]),
         block_size=st.sampled_from([4, 1, 2, 3]),
-        num_host_blocks=st.sampled_from([30, 8, 4, 0]),
+        num_host_blocks=st.sampled_from([30, 30, 8, 0]),
         publishes=st.sampled_from([True, True, False]),
     )
     def start(
@@ -70,6 +75,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def content(self, namespace: Namespace, tokens: list[int], begin: int = 0) -> list[int]:
         keys = [(namespace, tuple(tokens[: end + 1])) for end in range(begin, len(tokens))]
         return [self.contents.setdefault(key, len(self.contents)) for key in keys]
+
+    @staticmethod
+    def path(node: CachedNode | None) -> list[int]:
+        """All tokens from the beginning to the end of a cached block."""
+        tokens: list[int] = []
+        while node is not None:
+            tokens[:0] = node.tokens
+            node = node.parent
+        return tokens
 
     def table(self, seq_id: int) -> list[int]:
         return self.manager.table_array(seq_id).tolist()
@@ -104,6 +118,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         stream = Stream(namespace, tokens, seq_id)
         match = manager.lookup(stream.namespace, tokens) if looks_up else None
         begin = match.num_tokens if match else 0
+        if match:
+            paths = [self.path(n) for n in manager._cache.nodes() if n.namespace == namespace]
+            assert begin == max((common_len(path, tokens[:-1]) for path in paths), default=0)
         assert begin < num_tokens
         fits_cold = manager.can_allocate(num_tokens)
         assert fits_cold == (-(-num_tokens // self.size) <= manager.num_free)
@@ -126,6 +143,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for block in self.table(seq_id)[begin // self.size :]:
             assert self.manager.ref_count(block) == 1
             assert block not in cached
+            assert block not in {swap.device for swap in self.swap_outs}
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), num_tokens=st.sampled_from([1, 2, 5]), token=st.integers(0, 2))
@@ -310,22 +328,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.swap_in_group(self.swapped[self.pick(data, self.swapped)].group)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), appends=st.booleans(), again=st.booleans())
-    def swap_round(self, data: st.DataObject, appends: bool, again: bool) -> None:
-        """Out, in, copies and writes in one step."""
+    @rule(data=st.data(), is_out_first=st.booleans(), appends=st.booleans())
+    def swap_round(self, data: st.DataObject, is_out_first: bool, appends: bool) -> None:
+        """Out, in, copies and writes in one step, called in either order."""
         self.end_step()
         others = sorted({stream.group for stream in self.swapped.values()})
         group = self.live[self.pick(data)].group
-        self.swap_out_group(group)
-        for other in others[:2]:
+        if is_out_first:
+            self.swap_out_group(group)
+        for other in others:
             self.swap_in_group(other)
             members = [i for i, stream in self.live.items() if stream.group == other]
             for seq_id in members if appends else ():
                 self.append_to(seq_id, [seq_id % 3])
-            if members and again:
+            if members:
                 self.swap_out_group(other)
-        if again and group not in {stream.group for stream in self.live.values()}:
-            self.swap_in_group(group)
+        if not is_out_first:
+            self.swap_out_group(group)
 
     def swap_in_group(self, group: int) -> None:
         manager = self.manager
@@ -344,6 +363,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def end_step(self) -> None:
+        outs, ins = self.swap_outs, self.swap_ins
+        filled = [swap.device for swap in ins] + [copy.dst for copy in self.manager.step_copies]
+        assert len({swap.host for swap in outs}) == len(outs)
+        assert len(set(filled)) == len(filled)
+        assert not set(filled) & {swap.device for swap in outs}
         for swap in self.swap_outs:
             self.host.slots[swap.host] = self.device.slots[swap.device]
         for swap in self.swap_ins:
@@ -374,10 +398,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 held = pool.read(table, len(stream.tokens))[begin:].tolist()
                 assert held == self.content(stream.namespace, stream.tokens, begin), key
         for node in manager._cache.nodes():
-            path: list[CachedNode] = [node]
-            while path[0].parent is not None:
-                path.insert(0, path[0].parent)
-            tokens = [token for step in path for token in step.tokens]
+            tokens = self.path(node)
             begin = (node.depth - 1) * self.size
             held = self.device.slots[node.block, : len(node.tokens)].tolist()
             assert held == self.content(node.namespace, tokens, begin), node
@@ -432,8 +453,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 class TestBlockManager(BlockManagerMachine.TestCase):
     settings = settings(
-        max_examples=50, stateful_step_count=50, deadline=None, derandomize=True
-    )  # 2,500 operations
+        max_examples=100, stateful_step_count=50, deadline=None, derandomize=True
+    )  # over 2,000 operations
 
 
 @pytest.mark.long
