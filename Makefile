@@ -10,7 +10,7 @@ JAX ?= 0.12.0.1
 REPORT ?= results/compile_report-$(JAX)
 REPORT_ARGS ?=
 
-.PHONY: help demo install dev test lint types unit test-all test-sampled test-long test-min compile-report fmt bench clean
+.PHONY: help demo install dev test lint types unit test-all test-sampled test-long test-kernels test-min compile-report fmt bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,12 +36,15 @@ types: dev ## pyright
 unit: dev ## the sampled tests
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not long" $(PYTEST_ARGS)
 
-test-all: lint types test-sampled test-long ## everything, in named parts
+test-all: lint types test-sampled test-long test-kernels compile-report ## everything, in named parts
 
 test-sampled: unit ## part of test-all: what `make test` runs
 
 test-long: dev ## part of test-all: every combination, the weights' long runs
-	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m long $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m long --ignore=tests/pallas_kernels $(PYTEST_ARGS)
+
+test-kernels: dev ## part of test-all: every combination of the ops, in the kernels' interpreters too
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m long tests/pallas_kernels $(PYTEST_ARGS)
 
 test-min: ## the sampled tests on the oldest JAX that is supported
 	$(MAKE) unit VENV=.venv-min CONSTRAINTS=constraints-min.txt

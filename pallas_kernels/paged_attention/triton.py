@@ -32,7 +32,7 @@ from pallas_kernels.paged_attention.triton_kernel import Static, attend
 from pallas_kernels.paged_attention.tuned import tuned_config
 from pallas_kernels.paged_attention.validate import clamp_lens
 
-HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 192, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 

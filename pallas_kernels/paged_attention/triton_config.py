@@ -1,17 +1,21 @@
 """Tile sizes, splits and warps of the Pallas Triton kernel, chosen from shapes and device facts."""
 
 import dataclasses
+import math
 
 from pallas_kernels.devices import Device
 from pallas_kernels.paged_attention.call import AttentionCall
 
 MIN_ROWS = 16  # rows of a tensor core's tile
 MIN_TOKENS = 16
+MAX_TOKENS = 128
 MANY_ROWS = 64  # from here on registers hold one program, and prefill is bound by products
 MAX_SPLITS = 32
 MAX_STAGES = 11
+MAX_EXACT_STAGES = 7  # of float32 operands, which take more registers
 TILES_PER_SPLIT = 2  # with fewer, starting a program and merging cost more than its share
 REGISTERS_PER_SM = 65_536
+SMEM_SHARE = 0.9  # of what a program may have: the compiler needs some for itself
 RESERVED_SMEM = 1024  # of each resident program
 LATENCY = 1.35e-6  # seconds from the request for a block to its arrival, memory being busy
 MIN_IN_FLIGHT = 32 * 1024
@@ -81,9 +85,7 @@ def pick_triton_config(call: AttentionCall, device: Device) -> TritonConfig:
     while config.tokens > MIN_TOKENS and num_resident(call, device, config) < wanted:
         config = dataclasses.replace(config, tokens=config.tokens // 2)
     if config.rows < MANY_ROWS:
-        depths = range(config.num_stages, MAX_STAGES + 1, 2)
-        deeper = [dataclasses.replace(config, num_stages=depth) for depth in depths]
-        config = max(deeper, key=lambda c: bytes_in_flight(call, device, c))  # the least of equals
+        config = _deepest(call, device, config)
     programs = -(-num_rows // config.rows) * call.num_kv_heads * call.num_rows
     slots = max(1, num_resident(call, device, config)) * device.num_sms
     most = call.table_width * call.block_size // (TILES_PER_SPLIT * config.tokens)
@@ -103,13 +105,28 @@ def _tile_shape(call: AttentionCall, num_rows: int) -> TritonConfig:
     if exact:
         tokens = 32
     elif call.is_quantized:
-        tokens = (16_384 if padded > 128 and rows == MIN_ROWS else 8192) // padded
+        values = 16_384 if padded > 128 and rows == MIN_ROWS else 8192
+        tokens = min(values // padded, MAX_TOKENS)
     else:
         tokens = 128 if rows == MIN_ROWS and padded <= 128 else 64
-    if rows >= MANY_ROWS:
-        tokens = min(tokens, 64)
+    if rows >= MANY_ROWS:  # the masks of a padded head dim take registers, too
+        tokens = min(tokens, 64 if padded == call.head_dim else 32)
     few = rows < MANY_ROWS and tokens <= 64 and not exact and not call.is_quantized
     return TritonConfig(rows=rows, tokens=tokens, splits=1, num_warps=4 if few else 8, num_stages=3)
+
+
+def _deepest(call: AttentionCall, device: Device, config: TritonConfig) -> TritonConfig:
+    """As many buffers as raise `bytes_in_flight`; float32 stops at `bytes_wanted`."""
+    enough = bytes_wanted(device) if _operand_itemsize(call) == 4 else math.inf
+    best = bytes_in_flight(call, device, config)
+    most = MAX_STAGES if _operand_itemsize(call) < 4 else MAX_EXACT_STAGES
+    for num_stages in range(config.num_stages + 2, most + 1, 2):
+        deeper = dataclasses.replace(config, num_stages=num_stages)
+        if best >= enough or smem_bytes(call, deeper) > SMEM_SHARE * device.smem_per_block:
+            break
+        if bytes_in_flight(call, device, deeper) > best:
+            config, best = deeper, bytes_in_flight(call, device, deeper)
+    return config
 
 
 def tile_bytes(call: AttentionCall, config: TritonConfig) -> int:

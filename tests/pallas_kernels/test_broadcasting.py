@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention import paged_attention
 
 @pytest.mark.parametrize("backend", ["reference", "xla", "triton"])
 def test_attention(backend):
-    case = Case(block_size=8, head_dim=16, window=9, sinks=True, soft_cap=2.0, max_new=2)
+    case = Case(block_size=8, head_dim=32, window=9, sinks=True, soft_cap=2.0, max_new=2)
     arrays = attention_cases.make(case)
     with jax.numpy_rank_promotion("raise"):
         out = jax.jit(
