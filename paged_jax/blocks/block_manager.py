@@ -182,7 +182,7 @@ class BlockManager(BlockTables):
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
         """Whether the host pool has room for these sequences now."""
         num_blocks = len(distinct_blocks([self._table(seq_id) for seq_id in seq_ids]))
-        return num_blocks <= self._host.num_free
+        return self._host.has_room(num_blocks)
 
     def swap_out(self, seq_ids: Sequence[int]) -> tuple[BlockSwap, ...] | None:
         """Move a whole sequence group to the host pool; what its members share is moved once.

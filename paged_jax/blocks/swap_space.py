@@ -39,6 +39,10 @@ class SwapSpace:
         """Host blocks that can be handed out now."""
         return self.pool.num_free if self.pool else 0
 
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether that many blocks can be swapped out now; never without a host pool."""
+        return self.pool is not None and num_blocks <= self.pool.num_free
+
     def tables_of(self, seq_ids: Iterable[int]) -> list[BlockTable]:
         """Tables of swapped-out sequences.
 
@@ -59,7 +63,7 @@ class SwapSpace:
     ) -> tuple[BlockSwap, ...] | None:
         """Keep sequences here; None when there is no room. The device's references stay as is."""
         sources = distinct_blocks(tables)
-        if self.pool is None or self.busy is None or len(sources) > self.pool.num_free:
+        if self.pool is None or self.busy is None or not self.has_room(len(sources)):
             return None
         targets = self.pool.allocate(len(sources))
         moved = move_tables(tables, sources, targets, self.pool)

@@ -1,51 +1,20 @@
-"""Random operations on the block manager against a model of what every slot must hold.
-
-A slot's content stands for a namespace and all tokens up to its position, as keys and values do. A
-step's moves and writes are done at its end, in the order of the device; then every table, whatever
-is cached, and the host pool are read back. Blocks that nobody may read any more are poisoned.
-"""
+"""Random operations on the block manager against a model of what every slot must hold."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from suites.host_simulation import EMPTY, SlotPool
+from suites.block_model import BlockModel, Stream, common_len
 
-from paged_jax.blocks.block_manager import BlockManager, BlockSwap
 from paged_jax.blocks.namespace import Namespace
-from paged_jax.blocks.prefix_cache import CachedNode
 
 NAMESPACES = [Namespace(), Namespace(salt="a"), Namespace(adapter="a")]
 MAX_SEQUENCES = 8
 
 
-class Stream:
-    """What the model knows of a sequence or a registered prefix."""
-
-    def __init__(self, namespace: Namespace, tokens: list[int], group: int) -> None:
-        self.namespace = namespace
-        self.tokens = tokens
-        self.group = group
-        self.written = 0  # positions that earlier steps wrote
-        self.holes = 0
-        self.wrote = False  # in this step, or forked from one that did
-        self.swapped_in = False  # in this step
-
-    def fork(self) -> Stream:
-        twin = Stream(self.namespace, list(self.tokens), self.group)
-        twin.__dict__ |= self.__dict__ | {"tokens": twin.tokens}
-        return twin
-
-
-def common_len(left: list[int], right: list[int]) -> int:
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
-
-
-class BlockManagerMachine(RuleBasedStateMachine):
+class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
     @initialize(
         num_blocks=st.sampled_from([40, 20, 12, 7, 5]),
         block_size=st.sampled_from([4, 1, 2, 3]),
@@ -55,38 +24,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def start(
         self, num_blocks: int, block_size: int, num_host_blocks: int, publishes: bool
     ) -> None:
-        self.manager = BlockManager(
-            num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks
-        )
-        self.size = block_size
+        self.set_up(num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks)
+        self.has_host = num_host_blocks > 0
         self.publishes = publishes  # what every step wrote
-        self.device = SlotPool(num_blocks, block_size)
-        self.host = SlotPool(max(num_host_blocks, 1), block_size)
-        self.contents: dict[object, int] = {}
-        self.live: dict[int, Stream] = {}
-        self.swapped: dict[int, Stream] = {}
-        self.pins: dict[int, Stream] = {}
-        self.swap_outs: list[BlockSwap] = []
-        self.swap_ins: list[BlockSwap] = []
         self.num_ids = 0
         self.queries = self.hits = 0
         self.allocate(0, 0, 2 * block_size + 1, 0, True)
-
-    def content(self, namespace: Namespace, tokens: list[int], begin: int = 0) -> list[int]:
-        keys = [(namespace, tuple(tokens[: end + 1])) for end in range(begin, len(tokens))]
-        return [self.contents.setdefault(key, len(self.contents)) for key in keys]
-
-    @staticmethod
-    def path(node: CachedNode | None) -> list[int]:
-        """All tokens from the beginning to the end of a cached block."""
-        tokens: list[int] = []
-        while node is not None:
-            tokens[:0] = node.tokens
-            node = node.parent
-        return tokens
-
-    def table(self, seq_id: int) -> list[int]:
-        return self.manager.table_array(seq_id).tolist()
 
     def pick(self, data: st.DataObject, among: dict[int, Stream] | None = None) -> int:
         return data.draw(st.sampled_from(sorted(self.live if among is None else among)))
@@ -113,7 +56,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         tokens[max(num_tokens - num_other, 0) :] = [2] * min(num_other, num_tokens)
         self.allocate_one(NAMESPACES[namespace], tokens, looks_up)
 
-    def allocate_one(self, namespace: Namespace, tokens: list[int], looks_up: bool) -> None:
+    def allocate_one(self, namespace: Namespace, tokens: list[int], looks_up: bool) -> int:
         seq_id, manager, num_tokens = self.new_id(), self.manager, len(tokens)
         stream = Stream(namespace, tokens, seq_id)
         match = manager.lookup(stream.namespace, tokens) if looks_up else None
@@ -128,7 +71,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert can or not fits_cold, "a hit takes no more room than a miss"
         assert manager.allocate(seq_id, num_tokens=num_tokens, prefix=match) is can
         if not can:
-            return
+            return seq_id
         self.queries += match is not None
         self.hits += begin
         stream.written, stream.wrote = begin, True
@@ -136,14 +79,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if match:
             assert self.table(seq_id)[: len(match.blocks)] == list(match.blocks)
         self.check_writable(seq_id, begin)
-
-    def check_writable(self, seq_id: int, begin: int) -> None:
-        """Blocks of positions from ``begin`` on have one holder, and are not in the cache."""
-        cached = {node.block for node in self.manager._cache.nodes()}
-        for block in self.table(seq_id)[begin // self.size :]:
-            assert self.manager.ref_count(block) == 1
-            assert block not in cached
-            assert block not in {swap.device for swap in self.swap_outs}
+        return seq_id
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), num_tokens=st.sampled_from([1, 2, 5]), token=st.integers(0, 2))
@@ -213,7 +149,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         seq_id = self.pick(data)
         stream = self.live[seq_id]
         least = max(1, stream.holes * self.size)
-        num_tokens = data.draw(st.integers(least, len(stream.tokens)))
+        self.trim_to(seq_id, data.draw(st.integers(least, len(stream.tokens))))
+
+    def trim_to(self, seq_id: int, num_tokens: int) -> None:
+        stream = self.live[seq_id]
         self.manager.trim(seq_id, num_tokens=num_tokens)
         del stream.tokens[num_tokens:]
         stream.written = min(stream.written, num_tokens)
@@ -238,6 +177,34 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.manager.free(seq_id)
             del self.live[seq_id]
         self.allocate_one(stream.namespace, [*stream.tokens[:num_kept], *other] or [1], True)
+
+    @precondition(lambda self: len(self.live) < MAX_SEQUENCES)
+    @rule(base=st.integers(0, 1), num_other=st.integers(0, 5))
+    def fill_the_pool_twice(self, base: int, num_other: int) -> None:
+        """A prompt that takes all there is, cached, and then one that begins alike."""
+        self.end_step()
+        tokens = [base] * (self.manager.num_free * self.size)
+        for other in (0, num_other):
+            tokens[max(len(tokens) - other, 0) :] = [2] * min(other, len(tokens))
+            if tokens:
+                seq_id = self.allocate_one(NAMESPACES[0], list(tokens), True)
+                assert seq_id in self.live
+                self.end_step()
+                self.publish_one(seq_id, False)
+                self.manager.free(seq_id)
+                del self.live[seq_id]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_drafts=st.integers(1, 6), num_kept=st.integers(0, 6))
+    def speculate(self, data: st.DataObject, num_drafts: int, num_kept: int) -> None:
+        """Positions are written and given back, and the next one comes in the same step."""
+        seq_id = self.pick(data)
+        before = len(self.live[seq_id].tokens)
+        self.append_to(seq_id, [2] * num_drafts)
+        if len(self.live[seq_id].tokens) > before:
+            self.trim_to(seq_id, before + min(num_kept, num_drafts))
+            self.append_to(seq_id, [1])
+        self.publish_one(seq_id, True)
 
     @precondition(lambda self: self.live or self.swapped)
     @rule(data=st.data())
@@ -308,7 +275,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return
         blocks = {block for i in ids for block in self.table(i)[members[i].holes :]}
         can = manager.can_swap_out(ids)
-        assert can == (len(blocks) <= manager.num_free_host)
+        assert can == (self.has_host and len(blocks) <= manager.num_free_host)
         tables = [self.table(i) for i in ids]
         swaps = manager.swap_out(ids)
         assert (swaps is not None) is can
@@ -328,14 +295,22 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.swap_in_group(self.swapped[self.pick(data, self.swapped)].group)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), is_out_first=st.booleans(), appends=st.booleans())
-    def swap_round(self, data: st.DataObject, is_out_first: bool, appends: bool) -> None:
+    @rule(data=st.data(), is_out_first=st.booleans(), appends=st.booleans(), cancels=st.booleans())
+    def swap_round(
+        self, data: st.DataObject, is_out_first: bool, appends: bool, cancels: bool
+    ) -> None:
         """Out, in, copies and writes in one step, called in either order."""
         self.end_step()
         others = sorted({stream.group for stream in self.swapped.values()})
         group = self.live[self.pick(data)].group
         if is_out_first:
             self.swap_out_group(group)
+        if cancels:
+            for i in [i for i, stream in self.swapped.items() if stream.group == group]:
+                self.manager.free(i)
+                del self.swapped[i]
+            if self.live:
+                self.swap_out_group(self.live[self.pick(data)].group)
         for other in others:
             self.swap_in_group(other)
             members = [i for i, stream in self.live.items() if stream.group == other]
@@ -363,52 +338,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def end_step(self) -> None:
-        outs, ins = self.swap_outs, self.swap_ins
-        filled = [swap.device for swap in ins] + [copy.dst for copy in self.manager.step_copies]
-        assert len({swap.host for swap in outs}) == len(outs)
-        assert len(set(filled)) == len(filled)
-        assert not set(filled) & {swap.device for swap in outs}
-        for swap in self.swap_outs:
-            self.host.slots[swap.host] = self.device.slots[swap.device]
-        for swap in self.swap_ins:
-            self.device.slots[swap.device] = self.host.slots[swap.host]
-        self.device.copy_blocks(self.manager.step_copies)
-        for seq_id, stream in self.live.items():
-            begin = max(stream.written, stream.holes * self.size)
-            values = self.content(stream.namespace, stream.tokens, begin)
-            self.device.write(self.manager.table_array(seq_id), begin, np.array(values, int))
-            stream.written = len(stream.tokens)
-            stream.wrote = stream.swapped_in = False
-        self.swap_outs, self.swap_ins = [], []
-        self.manager.begin_step()
+        self.run_device()
         self.read_back()
         self.poison()
         if self.publishes:
             self.publish_all()
-
-    def read_back(self) -> None:
-        manager = self.manager
-        for pool, streams, tables in (
-            (self.device, self.live, manager._tables),
-            (self.device, self.pins, manager._pinned),
-            (self.host, self.swapped, manager._host.tables),
-        ):
-            for key, stream in streams.items():
-                begin, table = stream.holes * self.size, tables[key].array
-                held = pool.read(table, len(stream.tokens))[begin:].tolist()
-                assert held == self.content(stream.namespace, stream.tokens, begin), key
-        for node in manager._cache.nodes():
-            tokens = self.path(node)
-            begin = (node.depth - 1) * self.size
-            held = self.device.slots[node.block, : len(node.tokens)].tolist()
-            assert held == self.content(node.namespace, tokens, begin), node
-
-    def poison(self) -> None:
-        manager, host = self.manager, self.manager._host.pool
-        for pool, blocks in ((self.device, manager._pool), (self.host, host)):
-            if blocks is not None:
-                free = [b for b, count in enumerate(blocks.ref_counts) if not count]
-                pool.slots[[b for b in free if b not in blocks.idle]] = EMPTY
 
     @invariant()
     def holds_together(self) -> None:
@@ -416,23 +350,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return
         manager = self.manager
         manager.check_integrity()
-        stats = manager.stats()
-        assert stats.used + stats.free == stats.total
-        assert stats.free == manager.num_free
-        assert manager.num_sequences == len(self.live)
-        slots, entries, blocks = set(), 0, set()
-        for streams, tables in ((self.live, manager._tables), (self.pins, manager._pinned)):
-            assert streams.keys() == tables.keys()
-            for key, stream in streams.items():
-                table = tables[key].blocks
-                assert len(table) == -(-len(stream.tokens) // self.size)
-                positions = range(stream.holes * self.size, len(stream.tokens))
-                slots |= {(table[p // self.size], p % self.size) for p in positions}
-                entries += len(table) - stream.holes
-                blocks |= set(table[stream.holes :])
-        assert stats.filled == len(slots)
-        assert stats.saved == entries - len(blocks)
-        assert stats.waste == len(blocks) * self.size - len(slots)
+        self.check_stats()
         prefix = manager.prefix_stats()
         assert (prefix.queries, prefix.hit_tokens) == (self.queries, self.hits)
 

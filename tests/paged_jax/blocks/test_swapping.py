@@ -68,6 +68,11 @@ def test_no_room_is_a_value_and_changes_nothing(manager):
     without.allocate(0, num_tokens=3)
     without.begin_step()
     assert without.swap_out([0]) is None
+    without.append(0)
+    without.begin_step()
+    without.drop_before(0, 4)  # nothing but holes
+    assert not without.can_swap_out([0])
+    assert without.swap_out([0]) is None
     assert without.num_free_host == 0
 
 

@@ -1,0 +1,155 @@
+"""A block manager with a model of what every slot of its pools must hold.
+
+A slot's content stands for a namespace and all tokens up to its position, as keys and values do. A
+step's moves and writes are done at its end, in the order of the device; then every table, whatever
+is cached, and the host pool are read back. Blocks that nobody may read any more are poisoned.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from suites.host_simulation import EMPTY, SlotPool
+
+from paged_jax.blocks.block_manager import BlockManager, BlockSwap
+from paged_jax.blocks.namespace import Namespace
+from paged_jax.blocks.prefix_cache import CachedNode
+
+
+class Stream:
+    """What the model knows of a sequence or a registered prefix."""
+
+    def __init__(self, namespace: Namespace, tokens: list[int], group: int) -> None:
+        self.namespace = namespace
+        self.tokens = tokens
+        self.group = group
+        self.written = 0  # positions that earlier steps wrote
+        self.holes = 0
+        self.wrote = False  # in this step, or forked from one that did
+        self.swapped_in = False  # in this step
+
+    def fork(self) -> Stream:
+        twin = Stream(self.namespace, list(self.tokens), self.group)
+        twin.__dict__ |= self.__dict__ | {"tokens": twin.tokens}
+        return twin
+
+
+def common_len(left: list[int], right: list[int]) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+class BlockModel:
+    """The manager under test, the sequences as they should be, and the two pools.
+
+    Attributes:
+      live: sequences with a table on the device.
+      swapped: those on the host.
+      pins: registered prefixes.
+      swap_outs: of this step so far.
+      swap_ins: of this step so far.
+    """
+
+    def set_up(self, *, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
+        """Start with empty pools."""
+        self.manager = BlockManager(
+            num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks
+        )
+        self.size = block_size
+        self.device = SlotPool(num_blocks, block_size)
+        self.host = SlotPool(max(num_host_blocks, 1), block_size)
+        self.contents: dict[object, int] = {}
+        self.live: dict[int, Stream] = {}
+        self.swapped: dict[int, Stream] = {}
+        self.pins: dict[int, Stream] = {}
+        self.swap_outs: list[BlockSwap] = []
+        self.swap_ins: list[BlockSwap] = []
+
+    def content(self, namespace: Namespace, tokens: list[int], begin: int = 0) -> list[int]:
+        keys = [(namespace, tuple(tokens[: end + 1])) for end in range(begin, len(tokens))]
+        return [self.contents.setdefault(key, len(self.contents)) for key in keys]
+
+    @staticmethod
+    def path(node: CachedNode | None) -> list[int]:
+        """All tokens from the beginning to the end of a cached block."""
+        tokens: list[int] = []
+        while node is not None:
+            tokens[:0] = node.tokens
+            node = node.parent
+        return tokens
+
+    def table(self, seq_id: int) -> list[int]:
+        return self.manager.table_array(seq_id).tolist()
+
+    def check_writable(self, seq_id: int, begin: int) -> None:
+        """Blocks of positions from ``begin`` on have one holder, and are not in the cache."""
+        cached = {node.block for node in self.manager._cache.nodes()}
+        for block in self.table(seq_id)[begin // self.size :]:
+            assert self.manager.ref_count(block) == 1
+            assert block not in cached
+            assert block not in {swap.device for swap in self.swap_outs}
+
+    def run_device(self) -> None:
+        """Do the step: swap-outs, swap-ins, copies, writes."""
+        outs, ins = self.swap_outs, self.swap_ins
+        filled = [swap.device for swap in ins] + [copy.dst for copy in self.manager.step_copies]
+        assert len({swap.host for swap in outs}) == len(outs)
+        assert len(set(filled)) == len(filled)
+        assert not set(filled) & {swap.device for swap in outs}
+        for swap in self.swap_outs:
+            self.host.slots[swap.host] = self.device.slots[swap.device]
+        for swap in self.swap_ins:
+            self.device.slots[swap.device] = self.host.slots[swap.host]
+        self.device.copy_blocks(self.manager.step_copies)
+        for seq_id, stream in self.live.items():
+            begin = max(stream.written, stream.holes * self.size)
+            values = self.content(stream.namespace, stream.tokens, begin)
+            self.device.write(self.manager.table_array(seq_id), begin, np.array(values, int))
+            stream.written = len(stream.tokens)
+            stream.wrote = stream.swapped_in = False
+        self.swap_outs, self.swap_ins = [], []
+        self.manager.begin_step()
+
+    def read_back(self) -> None:
+        manager = self.manager
+        for pool, streams, tables in (
+            (self.device, self.live, manager._tables),
+            (self.device, self.pins, manager._pinned),
+            (self.host, self.swapped, manager._host.tables),
+        ):
+            for key, stream in streams.items():
+                begin, table = stream.holes * self.size, tables[key].array
+                held = pool.read(table, len(stream.tokens))[begin:].tolist()
+                assert held == self.content(stream.namespace, stream.tokens, begin), key
+        for node in manager._cache.nodes():
+            tokens = self.path(node)
+            begin = (node.depth - 1) * self.size
+            held = self.device.slots[node.block, : len(node.tokens)].tolist()
+            assert held == self.content(node.namespace, tokens, begin), node
+
+    def poison(self) -> None:
+        manager, host = self.manager, self.manager._host.pool
+        for pool, blocks in ((self.device, manager._pool), (self.host, host)):
+            if blocks is not None:
+                free = [b for b, count in enumerate(blocks.ref_counts) if not count]
+                pool.slots[[b for b in free if b not in blocks.idle]] = EMPTY
+
+    def check_stats(self) -> None:
+        """Count everything anew."""
+        manager = self.manager
+        stats = manager.stats()
+        assert stats.used + stats.free == stats.total
+        assert stats.free == manager.num_free
+        assert manager.num_sequences == len(self.live)
+        slots, entries, blocks = set(), 0, set()
+        for streams, tables in ((self.live, manager._tables), (self.pins, manager._pinned)):
+            assert streams.keys() == tables.keys()
+            for key, stream in streams.items():
+                table = tables[key].blocks
+                assert len(table) == -(-len(stream.tokens) // self.size)
+                positions = range(stream.holes * self.size, len(stream.tokens))
+                slots |= {(table[p // self.size], p % self.size) for p in positions}
+                entries += len(table) - stream.holes
+                blocks |= set(table[stream.holes :])
+        assert stats.filled == len(slots)
+        assert stats.saved == entries - len(blocks)
+        assert stats.waste == len(blocks) * self.size - len(slots)
