@@ -1,4 +1,4 @@
-"""Tables, sharing and copy-on-write, with the paper's walkthroughs (its Figs. 6, 7 and 8)."""
+"""Tables, sharing and copy-on-write, with the paper's walkthroughs (its Figs. 6 to 9)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def test_paper_figure_8_parallel_sampling_copies_on_write():
     assert manager.stats().saved == 2
     assert manager.stats().filled == 7
     manager.begin_step()
+    assert [manager.ref_count(block) for block in (7, 1)] == [2, 2]
     assert manager.append(0) == (BlockCopy(src=1, dst=3),)
+    assert [manager.ref_count(block) for block in (7, 1, 3)] == [2, 1, 1]
     assert manager.append(1) == ()
     assert (table_of(manager, 0), table_of(manager, 1)) == ([7, 3], [7, 1])
     assert (manager.stats().saved, manager.stats().filled) == (1, 12)
@@ -61,6 +63,40 @@ def test_paper_figure_8_parallel_sampling_copies_on_write():
     manager.free(1)
     manager.begin_step()
     assert manager.num_free == manager.num_usable
+
+
+def test_paper_figure_9_beam_search_frees_losers_and_copies_nothing():
+    """The figure's block 0, the prompt, is block 13 here: 0 is the null block."""
+    manager = BlockManager(num_blocks=14, block_size=4, free_blocks=[13, *range(1, 13)])
+    manager.allocate(0, num_tokens=4)
+    manager.fork(0, 3)
+    for children, beams in (((), (0, 3)), ((), (0, 3)), ((1, 2), (0, 1, 2, 3))):
+        for child in children:
+            manager.fork(0, child)
+        manager.begin_step()
+        for beam in beams:
+            assert manager.append(beam, num_tokens=4) == ()
+    shown = {0: [13, 1, 3, 5], 1: [13, 1, 3, 6], 2: [13, 1, 3, 7], 3: [13, 2, 4, 8]}
+    assert {beam: table_of(manager, beam) for beam in range(4)} == shown
+    counts = {block: manager.ref_count(block) for block in range(1, 14)}
+    assert counts == {13: 4, 1: 3, 3: 3} | dict.fromkeys((2, 4, 5, 6, 7, 8), 1) | dict.fromkeys(
+        range(9, 13), 0
+    )
+    manager.begin_step()
+    manager.fork(1, 4)
+    manager.fork(2, 5)
+    # Blocks freed last are handed out first, so the losers go after the new blocks are taken.
+    assert [manager.append(beam) for beam in (1, 4, 2, 5)] == [()] * 4
+    before = {block for block in range(1, 14) if manager.ref_count(block)}
+    manager.free(0)
+    manager.free(3)
+    assert before - {b for b in before if manager.ref_count(b)} == {2, 4, 5, 8}
+    assert [table_of(manager, beam)[3:] for beam in (1, 4, 2, 5)] == [
+        [6, 9], [6, 10], [7, 11], [7, 12],
+    ]  # fmt: skip
+    assert [manager.ref_count(block) for block in (13, 1, 3, 6, 7)] == [4, 4, 4, 2, 2]
+    assert manager.stats().saved == 20 - 9
+    manager.check_integrity()
 
 
 def test_full_shared_block_needs_no_copy():

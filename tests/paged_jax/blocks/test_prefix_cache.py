@@ -182,6 +182,18 @@ def test_eviction_goes_from_the_tail_of_the_longest_unused():
     )
 
 
+def test_a_beginning_that_fell_idle_first_is_not_evicted_before_what_follows():
+    manager = BlockManager(num_blocks=7, block_size=4)
+    tokens = [1] * 12
+    run_prompt(manager, 0, tokens)
+    manager.drop_before(0, 4)
+    manager.free(0)
+    for seq_id, found in enumerate((12, 12, 12, 8, 4, 0), start=1):
+        assert manager.allocate(seq_id, num_tokens=1)
+        assert cached_after(manager, tokens) == found
+        manager.check_integrity()
+
+
 def test_use_makes_a_prefix_the_last_to_go():
     manager = BlockManager(num_blocks=7, block_size=4)
     for seq_id, token in enumerate((1, 2, 3)):
