@@ -112,9 +112,9 @@ def test_a_table_that_ends_in_the_pools_last_block(config):
     arrays = attention_cases.make(case)
     q, pool, tables, kv_lens, q_lens = arrays.args
     used, last = tables[:, :8], pool.shape[0] - 1
-    swapped = pool.copy()
-    swapped[[last, used[0, -1]]] = pool[[used[0, -1], last]]
-    ids = np.where(used == used[0, -1], last, used).astype(np.int32)
+    order = np.arange(last + 1)
+    order[[last, used[0, -1]]] = used[0, -1], last  # its own inverse
+    swapped, ids = pool[order], order[used].astype(np.int32)
     for ending in (swapped, np.where(np.isin(np.arange(last + 1), ids)[:, None, None, None, None],
                                      swapped, np.nan)):  # fmt: skip
         out, lse = triton(q, ending.astype(pool.dtype), ids, kv_lens, q_lens, config=config)
