@@ -84,11 +84,12 @@ class BlockManager(BlockTables):
             return False
         blocks = [] if prefix is None else self._share_prefix(prefix, num_tokens)
         blocks += self._take(self.blocks_for(num_tokens) - len(blocks))
-        table = BlockTable(blocks, num_tokens=prefix.num_tokens if prefix else 0)
+        table = BlockTable(blocks, num_tokens=num_tokens)
+        table.write_step = self._step
         if prefix is not None:
+            table.num_written = prefix.num_tokens
             table.node = self._cache.node_of(prefix.blocks[-1]) if prefix.blocks else None
             self._queries = self._queries.count(prefix)
-        table.write(num_tokens, step=self._step)
         self._tables[seq_id] = table
         self._num_table_tokens += num_tokens
         return True

@@ -62,13 +62,6 @@ class BlockTable:
         """The blocks that it refers to: all but the holes."""
         return self.blocks[self.num_holes :] if self.num_holes else self.blocks
 
-    def write(self, end: int, *, step: int) -> None:
-        """Count positions up to ``end`` as filled, the new ones by this ``step``."""
-        if self.write_step != step:
-            self.write_step = step
-            self.num_written = self.num_tokens
-        self.num_tokens = end
-
     def extend(self, new_blocks: list[int]) -> None:
         """Add blocks at the end."""
         begin = len(self.blocks)

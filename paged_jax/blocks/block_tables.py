@@ -127,9 +127,10 @@ class BlockTables:
         table = self._table(seq_id)
         require_positive(num_tokens)
         end = table.num_tokens + num_tokens
-        needs_copy = self._needs_copy(table)
         num_new = -(-end // self.block_size) - len(table.blocks)
-        if num_new + needs_copy > self.num_free:
+        needs_copy = self._needs_copy(table)
+        needed = num_new + needs_copy
+        if needed and needed > self.num_free:
             return None
         copies: tuple[BlockCopy, ...] = ()
         if needs_copy:
@@ -138,7 +139,9 @@ class BlockTables:
             self._cache.forget(table.blocks[-1])
         if num_new:
             table.extend(self._take(num_new))
-        table.write(end, step=self._step)
+        if table.write_step != self._step:
+            table.write_step, table.num_written = self._step, table.num_tokens
+        table.num_tokens = end
         self._num_table_tokens += num_tokens
         return copies
 
