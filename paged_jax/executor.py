@@ -22,7 +22,9 @@ from paged_jax.sampling.logprobs import TokenLogprobs
 from paged_jax.scheduling.plan import Plan, PlanRow
 from paged_jax.scheduling.sequence import Sequence
 from paged_jax.step import StepOutputs, make_block_copy, make_step
+from pallas_kernels.backends import GPU_BACKENDS
 from pallas_kernels.block_copy import check_copies
+from pallas_kernels.devices import current_device
 
 # Rows with prompt logprobs keep [B, T, V] logits for a moment; few rows keep that small.
 PROMPT_LOGPROB_ROWS = 4
@@ -103,6 +105,9 @@ class JaxExecutor:
       max_model_len: longest context in tokens.
       table_of: the block manager's table of a sequence id, as int32.
       seed_of: the 64-bit seed of a sequence.
+
+    Raises:
+      NotImplementedError: ``attention_backend`` names a GPU backend, without a GPU or interpreter.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class JaxExecutor:
         table_of: Callable[[int], np.ndarray],
         seed_of: Callable[[Sequence], int],
     ) -> None:
+        _check_backend(config)
         self._params = model.params
         self._vocab_size = model.spec.vocab_size
         self._config = config
@@ -250,6 +256,16 @@ class JaxExecutor:
             counts = (sequence.state_slot, len(sequence.prompt_token_ids), known)
             slot, prompt_len, total_len = (np.int32(value) for value in counts)
             self.state = self._load_counts(self.state, slot, tokens, prompt_len, total_len)
+
+
+def _check_backend(config: EngineConfig) -> None:
+    """Refuse at once what could only fail in the first step."""
+    name, device = config.attention_backend, current_device()
+    if name in GPU_BACKENDS and not (device.is_cuda or config.kernel_interpreter):
+        raise NotImplementedError(
+            f"EngineConfig.attention_backend={name!r} needs an NVIDIA GPU, and the default device "
+            f"is {device.platform}; kernel_interpreter=True runs it here, slowly (for tests)"
+        )
 
 
 def _flags_of(sequences: Collection[Sequence]) -> SamplerFlags:

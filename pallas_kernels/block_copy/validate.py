@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.paged_attention.call import QUANTIZED_DTYPES
-from pallas_kernels.paged_attention.validate import check_int32
+from pallas_kernels.paged_attention.validate import check_array, check_int32
 
 
 def check_copies(src: Any, dst: Any, *, num_blocks: int) -> None:
@@ -89,6 +89,7 @@ def check_scales(name: str, scales: Any, blocks: Any) -> None:
 
 def check_id_array(name: str, ids: Any) -> None:
     """Raise ValueError unless `ids` is int32 with one axis."""
+    check_array(name, ids)
     if ids.ndim != 1:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}; must be [C]")
     check_int32(name, ids, tuple(ids.shape))

@@ -185,7 +185,7 @@ def plan_attention(
         block_size=block_size,
         table_width=table_width,
         num_blocks=num_blocks,
-        q_dtype="bfloat16",  # the decode kernel multiplies in the pool's
+        q_dtype=str(kv_blocks.dtype),  # see mosaic.plan
         kv_dtype=str(kv_blocks.dtype),
     )
     return mosaic.plan(call, kv_lens, q_lens, window=window, device=device)

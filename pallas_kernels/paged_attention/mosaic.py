@@ -1,9 +1,12 @@
 """`paged_attention` in Pallas Mosaic GPU: the decode kernel for few queries, else prefill."""
 
+import dataclasses
+
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.devices import H100, Device, current_device
 from pallas_kernels.paged_attention.call import AttentionCall
+from pallas_kernels.paged_attention.mosaic_config import PRODUCT_DTYPES
 from pallas_kernels.paged_attention.mosaic_decode import (
     paged_attention_mosaic_decode,
     unsupported_decode,
@@ -19,6 +22,8 @@ MAX_DECODE_TOKENS = 8  # above, a row's queries fill the tensor core's M side by
 
 def unsupported(call: AttentionCall, device: Device) -> str | None:
     """Why neither kernel can take a call on a device, or None."""
+    if call.kv_dtype in PRODUCT_DTYPES and _rounds_queries(call) is not None:
+        return _rounds_queries(call)
     if _decodes(call, device):
         return None
     reason = unsupported_prefill(call, device)
@@ -70,9 +75,21 @@ def plan(
     device: Device,
 ) -> Work | None:
     """The work list of a step's decode calls, or None where the decode kernel will not run."""
+    # As of a model that computes in the pool's type; another one's calls are not this kernel's.
+    call = dataclasses.replace(call, q_dtype=PRODUCT_DTYPES.get(call.kv_dtype, call.kv_dtype))
     if not _decodes(call, device):
         return None
     return plan_decode_work(call, kv_lens, q_lens, device=device, window=window)
+
+
+def _rounds_queries(call: AttentionCall) -> str | None:
+    """Why the products would not be those of the queries' own type, or None."""
+    if call.q_dtype == call.kv_dtype or (call.is_quantized and call.q_dtype != "float32"):
+        return None
+    return (
+        f"queries are {call.q_dtype} and would be rounded to {call.kv_dtype}, the pool's type "
+        "(cast them, if that is meant)"
+    )
 
 
 def _decodes(call: AttentionCall, device: Device) -> bool:

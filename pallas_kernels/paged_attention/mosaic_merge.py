@@ -90,14 +90,14 @@ def merge_partials(
         )
         turns = lax.div(end - begin + (unroll - 1), unroll)
         top, weight, value = lax.fori_loop(0, turns, merge_items, empty)
-        attended = top > LOWEST / 2
-        lse = (top + jnp.log2(jnp.where(attended, weight, 1.0))) * LN_2
-        store(lse_ref.at[unit], jnp.where(attended, lse, -jnp.inf))
-        total = jnp.where(attended, weight, 1.0)
+        nothing = top <= LOWEST / 2  # false for NaN, which is to stay visible
+        lse = (top + jnp.log2(jnp.where(nothing, 1.0, weight))) * LN_2
+        store(lse_ref.at[unit], jnp.where(nothing, -jnp.inf, lse))
+        total = jnp.where(nothing, 1.0, weight)
         if sinks_ref:
             group = lax.rem(unit, geometry.num_groups)
             total += jnp.exp2(load(sinks_ref[0].at[group], COLUMNS) - top)
-        out = jnp.where(by_column(attended, value), value / by_column(total, value), 0.0)
+        out = jnp.where(by_column(nothing, value), 0.0, value / by_column(total, value))
         out = plgpu.layout_cast(out.astype(out_dtype), MATRIX_TRANSPOSED)
         store(out_smem.transpose((1, 0)), out)
         plgpu.commit_smem()

@@ -71,7 +71,8 @@ def paged_attention_reference(
         out = jnp.einsum(
             "kgtc,ckd->tkgd", weight.reshape(K, H // K, T, -1), kv[:, 1], precision="highest"
         )
-        lse = jnp.where(attended > 0, jnp.log(jnp.where(attended > 0, attended, 1.0)), -jnp.inf)
+        nothing = attended == 0
+        lse = jnp.where(nothing, -jnp.inf, jnp.log(jnp.where(nothing, 1.0, attended)))
         return out.reshape(T, H, D), (lse + shift).T
 
     rows = jnp.arange(q.shape[0], dtype=jnp.int32)

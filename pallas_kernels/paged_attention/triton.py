@@ -26,6 +26,7 @@ from pallas_kernels.devices import Device, current_device
 from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.triton_config import (
     TritonConfig,
+    num_resident,
     pick_triton_config,
 )
 from pallas_kernels.paged_attention.triton_kernel import Static, attend
@@ -46,9 +47,11 @@ def unsupported(call: AttentionCall, device: Device) -> str | None:
     if call.kv_dtype == "float8_e4m3fn" and capability < (8, 9):
         return f"float8_e4m3fn needs compute capability 8.9 or later (here: {capability})"
     if call.head_dim not in HEAD_DIMS:
-        return f"head dim {call.head_dim} is none of {HEAD_DIMS}"
+        return f"head dim {call.head_dim} is none of {HEAD_DIMS} (a pool may store it padded)"
     if call.block_size not in BLOCK_SIZES:
         return f"block size {call.block_size} is none of {BLOCK_SIZES}"
+    if num_resident(call, device, pick_triton_config(call, device)) == 0:
+        return f"{device.kind} has too little shared memory for a tile of head dim {call.head_dim}"
     if call.is_quantized and 2**31 <= call.num_elements <= 2**32:
         return "8-bit pools of 2**31 to 2**32 elements: Pallas Triton gives them 32-bit offsets"
     return None

@@ -137,7 +137,8 @@ def tile_bytes(call: AttentionCall, config: TritonConfig) -> int:
 def smem_bytes(call: AttentionCall, config: TritonConfig) -> int:
     """Shared memory of a program: buffered tiles, the queries' and the weights' tile."""
     operands = config.rows * (next_power_of_two(call.head_dim) + config.tokens)
-    return config.num_buffers * tile_bytes(call, config) + operands * _operand_itemsize(call)
+    exact = _operand_itemsize(call) == 4  # operands are kept in two parts
+    return config.num_buffers * tile_bytes(call, config) + operands * (12 if exact else 2)
 
 
 def num_resident(call: AttentionCall, device: Device, config: TritonConfig) -> int:

@@ -308,7 +308,7 @@ def _exp2(x: Array, static: Static) -> Array:
 def _store(out_ref, lse_ref, sinks_ref, sums: Sums, queries: Queries, static: Static) -> None:
     """Write the tile's output and natural-log lse; zeros and -inf for padded queries."""
     total = sums.weight.sum(axis=1) if static.defers_sum else sums.weight
-    attended = queries.valid & (total > 0)
+    attended = queries.valid & ~(total <= 0)  # NaN is to stay visible
     lse = jnp.where(attended, (sums.top + jnp.log2(total)) * LN_2, -jnp.inf)
     if sinks_ref is not None:
         sink = plgpu.load(sinks_ref.at[queries.head], mask=queries.inside, other=0.0)

@@ -24,14 +24,22 @@ def is_concrete(x: Any) -> bool:
     return not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
 
 
+def check_array(name: str, x: Any) -> None:
+    """Raise ValueError unless `x` is an array (a list is none)."""
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        raise ValueError(f"{name} is a {type(x).__name__}; must be an array")
+
+
 def check_float(name: str, x: Any) -> None:
     """Raise ValueError unless `x` has one of `FLOAT_DTYPES`."""
+    check_array(name, x)
     if str(x.dtype) not in FLOAT_DTYPES:
         raise ValueError(f"{name} has dtype {x.dtype}; must be one of {', '.join(FLOAT_DTYPES)}")
 
 
 def check_int32(name: str, x: Any, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless `x` is int32 of exactly `shape`."""
+    check_array(name, x)
     if str(x.dtype) != "int32":
         raise ValueError(f"{name} has dtype {x.dtype}; must be int32")
     if tuple(x.shape) != shape:
@@ -43,9 +51,12 @@ def check_kv_blocks(kv_blocks: Any, kv_scales: Any = None) -> None:
 
     An 8-bit pool must come with its scales `[N, 2, K, S]`, and no other pool with any.
     """
+    check_array("kv_blocks", kv_blocks)
     shape = tuple(kv_blocks.shape)
     if str(kv_blocks.dtype) not in QUANTIZED_DTYPES:
-        check_float("kv_blocks", kv_blocks)
+        if str(kv_blocks.dtype) not in FLOAT_DTYPES:
+            allowed = ", ".join((*FLOAT_DTYPES, *QUANTIZED_DTYPES))
+            raise ValueError(f"kv_blocks has dtype {kv_blocks.dtype}; must be one of {allowed}")
         if kv_scales is not None:
             raise ValueError(
                 f"kv_scales is given but kv_blocks has dtype {kv_blocks.dtype}; only pools of "
@@ -88,6 +99,7 @@ def check_paged_attention(
         raise ValueError(f"q has head dim {q.shape[3]}; must be at most the {D} of kv_blocks")
     if H % K:
         raise ValueError(f"q has {H} heads; must be a multiple of the {K} heads of kv_blocks")
+    check_array("block_tables", block_tables)
     if block_tables.ndim != 2 or block_tables.shape[1] < 1:
         raise ValueError(f"block_tables has shape {tuple(block_tables.shape)}; must be [B, M], M>0")
     check_int32("block_tables", block_tables, (B, block_tables.shape[1]))

@@ -287,7 +287,7 @@ def _finish(
     sums: Sums, sinks: Float[Array, "H"] | None
 ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"]]:
     """Output and lse; zeros and -inf where nothing was attended."""
-    attended = sums.weight > 0
+    attended = sums.weight != 0  # NaN is to stay visible
     lse = jnp.where(attended, jnp.log(jnp.where(attended, sums.weight, 1.0)) + sums.top, -jnp.inf)
     weight, decay = sums.weight, 1.0
     if sinks is not None:

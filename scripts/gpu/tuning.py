@@ -6,6 +6,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -254,7 +255,7 @@ def main(argv: list[str]) -> None:
     rehearsal = flags.FLAGS.cpu_rehearsal
     device = current_device()
     if not (rehearsal or device.is_cuda):
-        raise app.UsageError(f"no NVIDIA GPU here: {device.kind} (see --cpu_rehearsal)")
+        sys.exit(f"no NVIDIA GPU here: {device.kind} (see --cpu_rehearsal)")
     entries = tune_all(
         _calls(),
         flags.FLAGS.backends,

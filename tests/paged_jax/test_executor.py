@@ -120,3 +120,9 @@ def test_nan_logits_name_the_requests():
         FloatingPointError, match="NaN logits for bad: the model's weights or a bug"
     ):
         handle.result()
+
+
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+def test_a_gpu_backend_without_a_gpu_is_refused_when_the_engine_is_made(backend):
+    with pytest.raises(NotImplementedError, match=f"attention_backend='{backend}' needs an NVIDIA"):
+        make_engine(attention_backend=backend)
