@@ -4,7 +4,7 @@ import pytest
 from suites.small_models import LettersTokenizer
 
 from paged_jax import PositionLogprobs, SamplingParams
-from paged_jax.live_request import LiveRequest
+from paged_jax.live_request import LiveCompletion, LiveRequest
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import Sequence, SequenceStatus
 from paged_jax.text_stream import TextStream
@@ -23,12 +23,12 @@ def make_live(*, has_text: bool = True, **fields) -> LiveRequest:
             include_stop=params.include_stop_str_in_output,
         )
     sequence = Sequence(request, seq_id=0, max_tokens=8)
-    return LiveRequest("r", sequence, params, (5, 6, 7), 0, text)
+    return LiveRequest("r", (LiveCompletion(sequence, params, text),), params, (5, 6, 7), 0)
 
 
 def push(live: LiveRequest, token: int, entry: PositionLogprobs | None = None) -> str | None:
     live.sequence.output_token_ids.append(token)
-    return live.take_token(token, entry, live.arrival_time + 1)
+    return live.take_token(live.sequence, token, entry, live.arrival_time + 1)
 
 
 def finish(live: LiveRequest, reason: str, stop_reason=None) -> None:
