@@ -152,8 +152,7 @@ class Engine:
         if seed is None:
             seed = int(self._seeds.integers(0, 2**64, dtype=np.uint64))
         completions = tuple(
-            LiveCompletion(sequence, params, self._text_stream(params))
-            for sequence in group.sequences
+            LiveCompletion(one, params, self._text_stream(params)) for one in group.sequences
         )
         live = LiveRequest(request_id, completions, params, tuple(token_ids), seed)
         self._by_id[request_id] = live

@@ -148,7 +148,7 @@ class JaxExecutor:
         # its positions. So the first are padded generously, the second closely.
         self._decode_buckets = row_buckets(config.max_num_seqs, second=8)
         self._prefill_buckets = row_buckets(max_rows, second=2)
-        # A branch row costs one sampled token. Two sizes a prefill bucket: few, or all there can be.
+        # A branch row costs one sampled token, so two sizes are enough: few, and all there can be.
         most = config.max_num_seqs - 1
         self._branch_buckets = tuple(sorted({min(FEW_BRANCHES, most), most}))
         self._packer = BatchPacker(

@@ -120,7 +120,10 @@ class LiveRequest:
         """Take a sequence's newest token; return the stop string that it completed, if any."""
         if self.first_token_time is None:
             self.first_token_time = now
-        return self.completions[sequence.sample_index].take_token(token_id, entry)
+        mine = next(
+            completion for completion in self.completions if completion.sequence is sequence
+        )
+        return mine.take_token(token_id, entry)
 
     def take_prompt_entry(self, position: int, entry: PositionLogprobs) -> None:
         """Take a prompt position's log-probabilities; a recomputed prompt changes nothing."""

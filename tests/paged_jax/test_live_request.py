@@ -115,3 +115,25 @@ def test_a_cancelled_request_tells_what_it_had(has_text):
     output = live.output()
     assert (output.finish_reason, output.token_ids) == ("cancelled", (0,))
     assert output.text == ("ab" if has_text else "")
+
+
+def test_a_request_ends_with_the_last_of_its_completions():
+    params = SamplingParams(n=2)
+    request = Request("r", [5, 6, 7], params, eos_token_ids=(4,))
+    completions = tuple(
+        LiveCompletion(Sequence(request, seq_id=i, max_tokens=8, sample_index=i), params, None)
+        for i in range(2)
+    )
+    live = LiveRequest("r", completions, params, (5, 6, 7), 0)
+    for token, completion in ((1, completions[0]), (2, completions[1])):
+        completion.sequence.output_token_ids.append(token)
+        live.take_token(completion.sequence, token, None, live.arrival_time)
+    finish(live, "length")
+    output = live.output()
+    assert [completion.token_ids for completion in output.outputs] == [(1,), (2,)]
+    assert [completion.finish_reason for completion in output.outputs] == ["length", None]
+    assert (output.finish_reason, output.finished, output.finish_time) == ("length", False, None)
+    second = completions[1].sequence
+    second.status, second.finish_reason = SequenceStatus.FINISHED, "stop"
+    assert live.output().finished
+    assert [completion.delta_token_ids for completion in live.output().outputs] == [(), ()]

@@ -260,6 +260,13 @@ class TestIntegrity:
         with pytest.raises(RuntimeError, match="worst case broken"):
             scheduler.check_integrity()
 
+    def test_more_blocks_than_counted(self, scheduler):
+        group = next(iter(scheduler._running))
+        scheduler._worst_case_blocks -= group.worst_case_blocks - 1
+        group.worst_case_blocks = 1
+        with pytest.raises(RuntimeError, match=r"holds 2 blocks, counted 1, at most 3"):
+            scheduler.check_integrity()
+
     @pytest.mark.parametrize("field", ["num_computed", "num_pending", "num_preemptions"])
     def test_counters(self, scheduler, field):
         sequence = scheduler.running[1]
