@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     from paged_jax.engine import Engine
     from paged_jax.metrics import EngineStats, count_compilations
     from paged_jax.model import Model, Tokenizer
-    from paged_jax.outputs import PositionLogprobs, RequestOutput
+    from paged_jax.outputs import Completion, PositionLogprobs, RequestOutput
     from paged_jax.pool import KVPool
     from paged_jax.sampling.params import SamplingParams
 
 # Names are imported when they are first used: the host side (``paged_jax.blocks``,
 # ``paged_jax.scheduling``) is plain Python and can be used without importing jax.
 _MODULES = {
+    "Completion": "outputs",
     "DenseKVCache": "cache",
     "Engine": "engine",
     "EngineConfig": "config",
@@ -35,6 +36,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "Completion",
     "DenseKVCache",
     "Engine",
     "EngineConfig",

@@ -23,7 +23,7 @@ from paged_jax.scheduling.plan import PlanRow
 from paged_jax.scheduling.sequence import Sequence
 
 # Columns that change every step, then those that a sequence keeps while it is resident.
-STEP_COLUMNS = ("state_slot", "start", "num_new", "samples")
+STEP_COLUMNS = ("state_slot", "start", "num_new", "samples", "logits_row")
 INT_COLUMNS = ("key_high", "key_low", "first_position", "top_k")
 FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 FLOAT_FIELDS = (*FLOAT_COLUMNS[:3], *(f"{name}_penalty" for name in FLOAT_COLUMNS[3:]))
@@ -36,13 +36,14 @@ class BatchLayout:
     """The static shape of a packed batch; one compiled step each.
 
     Attributes:
-      num_rows: padded rows (B).
+      num_rows: padded rows that compute (B).
       num_new: padded new tokens a row (T).
       table_width: padded blocks a row (M).
       vocab_size: entries of the logits (V).
       is_decode: the tokens are the device's own last samples, not the host's.
       flags: which sampling features the rows use.
       prompt_logprobs: top-N kept for every prompt position, or None for none.
+      num_branches: padded rows that only sample, from other rows' logits (F). They follow the B.
     """
 
     num_rows: int
@@ -52,6 +53,7 @@ class BatchLayout:
     is_decode: bool
     flags: SamplerFlags
     prompt_logprobs: int | None = None
+    num_branches: int = 0
 
     @property
     def num_token_columns(self) -> int:
@@ -74,20 +76,21 @@ class BatchLayout:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "state_slot", "start", "num_new", "samples", "base_key", "first_position", "sampler",
-        "tokens", "targets", "block_tables",
+        "state_slot", "start", "num_new", "samples", "logits_row", "base_key", "first_position",
+        "sampler", "tokens", "targets", "block_tables",
     ],
     meta_fields=[],
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """A packed batch, unpacked on the device.
+    """A packed batch, unpacked on the device: B rows compute, and N = B + F rows may sample.
 
     Attributes:
       state_slot: entry in ``RowState``; padding rows point to the dummy entry R.
       start: position of the row's first new token.
       num_new: real new tokens; 0 marks a padding row.
       samples: the row's last position yields the sequence's next token.
+      logits_row: the row from whose logits this one samples: its own, but for branches.
       base_key: key of the sequence's random stream.
       first_position: output position of the token that a prefill row samples.
       sampler: the rows' sampling parameters.
@@ -96,19 +99,20 @@ class StepInputs:
       block_tables: blocks in logical order.
     """
 
-    state_slot: Int[Array, "B"]
+    state_slot: Int[Array, "N"]
     start: Int[Array, "B"]
     num_new: Int[Array, "B"]
-    samples: Bool[Array, "B"]
-    base_key: UInt32[Array, "B 2"]
-    first_position: Int[Array, "B"]
+    samples: Bool[Array, "N"]
+    logits_row: Int[Array, "N"]
+    base_key: UInt32[Array, "N 2"]
+    first_position: Int[Array, "N"]
     sampler: SamplerInputs
     tokens: Int[Array, "B T"] | None
     targets: Int[Array, "B T"] | None
     block_tables: Int[Array, "B M"]
 
 
-def unpack(packed: Int[Array, "B C"], layout: BatchLayout) -> StepInputs:
+def unpack(packed: Int[Array, "N C"], layout: BatchLayout) -> StepInputs:
     """Undo ``pack`` inside the step."""
     names = STEP_COLUMNS + INT_COLUMNS + FLOAT_COLUMNS
     column = {name: packed[:, index] for index, name in enumerate(names)}
@@ -124,8 +128,9 @@ def unpack(packed: Int[Array, "B C"], layout: BatchLayout) -> StepInputs:
         return packed[:, position - width : position]
 
     has_targets = layout.prompt_logprobs is not None
-    tokens = None if layout.is_decode else take(layout.num_new)
-    targets = take(layout.num_new) if has_targets else None
+    computing = slice(layout.num_rows)
+    tokens = None if layout.is_decode else take(layout.num_new)[computing]
+    targets = take(layout.num_new)[computing] if has_targets else None
     sampler = SamplerInputs(
         top_k=column["top_k"],
         bias_ids=take(layout.flags.bias_width),
@@ -135,15 +140,16 @@ def unpack(packed: Int[Array, "B C"], layout: BatchLayout) -> StepInputs:
     key = jnp.stack([column["key_high"], column["key_low"]], axis=1)
     return StepInputs(
         state_slot=column["state_slot"],
-        start=column["start"],
-        num_new=column["num_new"],
+        start=column["start"][computing],
+        num_new=column["num_new"][computing],
         samples=column["samples"] != 0,
+        logits_row=column["logits_row"],
         base_key=jax.lax.bitcast_convert_type(key, jnp.uint32),
         first_position=column["first_position"],
         sampler=sampler,
         tokens=tokens,
         targets=targets,
-        block_tables=take(layout.table_width),
+        block_tables=take(layout.table_width)[computing],
     )
 
 
@@ -173,9 +179,22 @@ class BatchPacker:
         self._seed_of = seed_of
         self._resident = np.zeros((num_slots + 1, NUM_RESIDENT), np.int32)
 
-    def pack(self, rows: SequenceOf[PlanRow], layout: BatchLayout) -> np.ndarray:
-        """Return ``[layout.num_rows, layout.num_columns]`` int32; the rest is padding."""
-        packed = np.zeros((layout.num_rows, layout.num_columns), np.int32)
+    def pack(
+        self,
+        rows: SequenceOf[PlanRow],
+        layout: BatchLayout,
+        *,
+        branches: SequenceOf[PlanRow] = (),
+    ) -> np.ndarray:
+        """Return ``[num_rows + num_branches, num_columns]`` int32; the rest is padding.
+
+        Args:
+          rows: those that compute.
+          layout: the padded shape.
+          branches: rows that sample from the logits of their request's sampling row in ``rows``.
+        """
+        num_rows = layout.num_rows
+        packed = np.zeros((num_rows + layout.num_branches, layout.num_columns), np.int32)
         packed[:, 0] = self._num_slots
         table_offset = layout.table_offset
         for index, row in enumerate(rows):
@@ -184,29 +203,41 @@ class BatchPacker:
                 self._load_resident(sequence)
             # Only rows that sample touch their state; a prompt's earlier rows use the dummy entry.
             slot = sequence.state_slot if row.samples else self._num_slots
-            target[:NUM_STEP] = (slot, row.start, row.num_new, row.samples)
+            target[:NUM_STEP] = (slot, row.start, row.num_new, row.samples, index)
             table = self._table_of(sequence.seq_id)
             num_entries = min(len(table), self._table_width)
             target[table_offset : table_offset + num_entries] = table[:num_entries]
-        self._pack_resident(packed, len(rows))
+        self._pack_resident(packed[: len(rows)])
+        if branches:
+            self._pack_branches(packed[num_rows : num_rows + len(branches)], rows, branches)
         if not layout.is_decode:
             self._pack_tokens(packed, rows, layout)
         if layout.flags.bias_width:
             self._pack_biases(packed, rows, layout)
+            self._pack_biases(packed[num_rows:], branches, layout)
         return packed
+
+    def _pack_branches(
+        self, packed: np.ndarray, rows: SequenceOf[PlanRow], branches: SequenceOf[PlanRow]
+    ) -> None:
+        sampling = {row.sequence.request: index for index, row in enumerate(rows) if row.samples}
+        for target, row in zip(packed, branches, strict=True):
+            self._load_resident(row.sequence)
+            logits_row = sampling[row.sequence.request]
+            target[:NUM_STEP] = (row.sequence.state_slot, row.start, 0, True, logits_row)
+        self._pack_resident(packed)
 
     def _load_resident(self, sequence: Sequence) -> None:
         params = sequence.request.params
-        key = base_key(self._seed_of(sequence), 0).view(np.int32)
+        key = base_key(self._seed_of(sequence), sequence.sample_index).view(np.int32)
         top_k = min(max(params.top_k, 0), 2**31 - 1)
         values = self._resident[sequence.state_slot]
         values[: len(INT_COLUMNS)] = (*key, sequence.num_output, top_k)
         floats = np.array([getattr(params, name) for name in FLOAT_FIELDS], np.float32)
         values[len(INT_COLUMNS) :] = floats.view(np.int32)
 
-    def _pack_resident(self, packed: np.ndarray, num_real: int) -> None:
-        slots = packed[:num_real, 0]
-        packed[:num_real, NUM_STEP : NUM_STEP + NUM_RESIDENT] = self._resident[slots]
+    def _pack_resident(self, packed: np.ndarray) -> None:
+        packed[:, NUM_STEP : NUM_STEP + NUM_RESIDENT] = self._resident[packed[:, 0]]
 
     def _pack_tokens(
         self, packed: np.ndarray, rows: SequenceOf[PlanRow], layout: BatchLayout

@@ -17,7 +17,7 @@ import numpy as np
 from paged_jax.blocks.block_manager import BlockManager
 from paged_jax.config import EngineConfig, require
 from paged_jax.executor import JaxExecutor, StepHandle
-from paged_jax.live_request import LiveRequest
+from paged_jax.live_request import LiveCompletion, LiveRequest
 from paged_jax.metrics import EngineStats
 from paged_jax.model import Model
 from paged_jax.output_stream import OutputStream
@@ -123,8 +123,9 @@ class Engine:
 
         Raises:
           ValueError: the prompt is empty, holds a token outside the vocabulary, or leaves no room
-            for one new token in ``max_model_len`` or the pool; the parameters do not fit the
-            model; the id is in use.
+            for one new token of each completion in ``max_model_len`` or the pool; more completions
+            than ``max_num_seqs`` are asked for; the parameters do not fit the model; the id is in
+            use.
         """
         self._check_alive()
         params = SamplingParams() if params is None else params
@@ -146,14 +147,16 @@ class Engine:
             names = (f"request-{number}" for number in self._counter)
             request_id = next(name for name in names if name not in self._by_id)
         request = Request(request_id, token_ids, params, eos_token_ids=self.model.eos_token_ids)
-        sequence = self.scheduler.add(request)
+        group = self.scheduler.add(request)
         seed = params.seed
         if seed is None:
             seed = int(self._seeds.integers(0, 2**64, dtype=np.uint64))
-        live = LiveRequest(
-            request_id, sequence, params, tuple(token_ids), seed, self._text_stream(params)
+        completions = tuple(
+            LiveCompletion(one, params, self._text_stream(params)) for one in group.sequences
         )
-        self._by_id[request_id] = self._by_sequence[sequence] = live
+        live = LiveRequest(request_id, completions, params, tuple(token_ids), seed)
+        self._by_id[request_id] = live
+        self._by_sequence.update(dict.fromkeys(group.sequences, live))
         return request_id
 
     def add_requests(
@@ -211,7 +214,8 @@ class Engine:
         """Dispatch the next step, then collect the one before it.
 
         Returns:
-          An output for every request that got tokens or ended.
+          An output for every request that got tokens or ended; with ``best_of`` above ``n`` only
+          when it ended.
 
         Raises:
           RuntimeError: an earlier step failed, so the pool's content is unknown; or another thread
@@ -336,19 +340,21 @@ class Engine:
         changed = {row.sequence: None for row in plan.prefill_rows if row.sequence.is_finished}
         for sequence, token_id in updates:
             changed[sequence] = None
-            stopped = self._by_sequence[sequence].take_token(token_id, entries[sequence], now)
+            live = self._by_sequence[sequence]
+            stopped = live.take_token(sequence, token_id, entries[sequence], now)
             if stopped is not None:
                 self.scheduler.finish(sequence, "stop", stopped)
-        lives = [self._by_sequence[s] for s in changed if s in self._by_sequence]
-        outputs = [live.output() for live in lives]
+        lives = dict.fromkeys(self._by_sequence[s] for s in changed if s in self._by_sequence)
+        outputs = [live.output() for live in lives if live.has_output]
         for live in lives:
-            if live.sequence.is_finished:
+            if live.is_finished:
                 self._forget(live)
         return outputs
 
     def _forget(self, live: LiveRequest) -> None:
         del self._by_id[live.request_id]
-        del self._by_sequence[live.sequence]
+        for completion in live.completions:
+            del self._by_sequence[completion.sequence]
 
     def _count(self, plan: Plan, handle: StepHandle) -> None:
         stats, manager = self.stats, self.block_manager

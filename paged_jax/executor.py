@@ -29,6 +29,7 @@ from pallas_kernels.devices import current_device
 # Rows with prompt logprobs keep [B, T, V] logits for a moment; few rows keep that small.
 PROMPT_LOGPROB_ROWS = 4
 COPY_BUCKET = 64
+FEW_BRANCHES = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,13 +47,35 @@ class StepResult:
     prompt_logprobs: list[tuple[Sequence, int, PositionLogprobs]]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dispatch:
+    """One program of a step.
+
+    Attributes:
+      rows: those that compute; row i is entry i of the outputs.
+      branches: those that only sample.
+      num_rows: padded number of the first; branch i is entry ``num_rows + i`` of the outputs.
+      outputs: what they yield, on the device.
+    """
+
+    rows: list[PlanRow]
+    branches: list[PlanRow]
+    num_rows: int
+    outputs: StepOutputs
+
+    def sampling_rows(self) -> list[tuple[int, PlanRow]]:
+        """Entry in the outputs, and row, of each that samples."""
+        sampling = [(index, row) for index, row in enumerate(self.rows) if row.samples]
+        return sampling + list(enumerate(self.branches, start=self.num_rows))
+
+
 @dataclasses.dataclass(slots=True)
 class StepHandle:
     """A dispatched step whose values are still on the device.
 
     Attributes:
       sampling_rows: the plan's, in the order of a result's tokens.
-      dispatches: rows and outputs of each program that the plan became.
+      dispatches: the programs that the plan became.
       check_logits: look for NaN.
       num_positions: token positions computed, padding included.
       num_real_positions: of those, real tokens.
@@ -60,7 +83,7 @@ class StepHandle:
     """
 
     sampling_rows: list[PlanRow]
-    dispatches: list[tuple[list[PlanRow], StepOutputs]]
+    dispatches: list[Dispatch]
     check_logits: bool
     num_positions: int = 0
     num_real_positions: int = 0
@@ -74,19 +97,19 @@ class StepHandle:
         """
         result = StepResult([], [], [])
         sampled: dict[Sequence, tuple[int, PositionLogprobs | None]] = {}
-        for rows, outputs in self.dispatches:
+        for dispatch in self.dispatches:
+            rows, outputs = dispatch.rows, dispatch.outputs
             if self.check_logits:
                 _raise_on_nan(rows, np.asarray(outputs.sampled.has_nan))
             if outputs.prompt is not None:
                 result.prompt_logprobs.extend(_prompt_entries(rows, outputs.prompt))
-            if not any(row.samples for row in rows):
+            sampling = dispatch.sampling_rows()
+            if not sampling:
                 continue
             token_ids = np.asarray(outputs.sampled.tokens).tolist()
-            entries = _sampled_entries(rows, outputs, token_ids)
-            for index, row in enumerate(rows):
-                if row.samples:
-                    entry = entries[index] if entries else None
-                    sampled[row.sequence] = token_ids[index], entry
+            entries = _sampled_entries(sampling, outputs, token_ids)
+            for index, row in sampling:
+                sampled[row.sequence] = token_ids[index], entries.get(index)
         # Programs take rows by kind, so their order is not the plan's.
         for row in self.sampling_rows:
             token_id, entry = sampled[row.sequence]
@@ -131,6 +154,9 @@ class JaxExecutor:
         # its positions. So the first are padded generously, the second closely.
         self._decode_buckets = row_buckets(config.max_num_seqs, second=8)
         self._prefill_buckets = row_buckets(max_rows, second=2)
+        # A branch row costs one sampled token, so two sizes are enough: few, and all there can be.
+        most = config.max_num_seqs - 1
+        self._branch_buckets = tuple(sorted({min(FEW_BRANCHES, most), most}))
         self._packer = BatchPacker(
             num_slots=config.max_num_seqs,
             table_width=self._table_width,
@@ -166,7 +192,8 @@ class JaxExecutor:
         One a batch shape, the pool, the row state and the block copy. Each further combination of
         sampling features that is in use at once (``SamplerFlags``: chance, penalties, three bias
         widths, four log-probability widths) adds at most one a batch shape; penalties add two more
-        and prompt log-probabilities one a width.
+        and prompt log-probabilities one a width. Requests for several completions (n > 1) add at
+        most two a prefill shape, for the steps in which their prompts end.
         """
         return len(self._decode_buckets) + len(self._prefill_buckets) + 3
 
@@ -175,14 +202,14 @@ class JaxExecutor:
         self._run_copies(plan.copies)
         handle = StepHandle(plan.sampling_rows, [], self._config.check_logits)
         self._load_penalties(plan)
-        rows = plan.prefill_rows + plan.decode_rows
+        rows = plan.prefill_rows + plan.branch_rows + plan.decode_rows
         flags = _flags_of({row.sequence for row in rows})
         plain = [row for row in plan.prefill_rows if _prompt_logprobs_of(row) is None]
         scored = [row for row in plan.prefill_rows if _prompt_logprobs_of(row) is not None]
-        for start in range(0, len(plain), self._prefill_buckets[-1]):
-            self._dispatch(plain[start : start + self._prefill_buckets[-1]], handle, flags)
-        for start in range(0, len(scored), PROMPT_LOGPROB_ROWS):
-            self._dispatch(scored[start : start + PROMPT_LOGPROB_ROWS], handle, flags)
+        for kind, most in ((plain, self._prefill_buckets[-1]), (scored, PROMPT_LOGPROB_ROWS)):
+            for start in range(0, len(kind), most):
+                rows = kind[start : start + most]
+                self._dispatch(rows, handle, flags, branches=_branches_of(rows, plan))
         if plan.decode_rows:
             self._dispatch(plan.decode_rows, handle, flags, is_decode=True)
         return handle
@@ -194,20 +221,26 @@ class JaxExecutor:
         flags: SamplerFlags,
         *,
         is_decode: bool = False,
+        branches: SequenceOf[PlanRow] = (),
     ) -> None:
         start = time.perf_counter()
-        layout = self._layout(rows, flags, is_decode)
-        packed = self._packer.pack(rows, layout)
+        layout = self._layout(rows, flags, is_decode, num_branches=len(branches))
+        packed = self._packer.pack(rows, layout, branches=branches)
         handle.pack_seconds += time.perf_counter() - start
         self.pool, self.state, outputs = self._step(
             self._params, self.pool, self.state, packed, layout=layout
         )
-        handle.dispatches.append((list(rows), outputs))
+        handle.dispatches.append(Dispatch(list(rows), list(branches), layout.num_rows, outputs))
         handle.num_positions += layout.num_rows * layout.num_new
         handle.num_real_positions += sum(row.num_new for row in rows)
 
     def _layout(
-        self, rows: SequenceOf[PlanRow], flags: SamplerFlags, is_decode: bool
+        self,
+        rows: SequenceOf[PlanRow],
+        flags: SamplerFlags,
+        is_decode: bool,
+        *,
+        num_branches: int,
     ) -> BatchLayout:
         prompt_logprobs = None if is_decode else _prompt_logprobs_of(rows[0])
         buckets = self._decode_buckets if is_decode else self._prefill_buckets
@@ -225,6 +258,7 @@ class JaxExecutor:
             is_decode=is_decode,
             flags=flags,
             prompt_logprobs=prompt_logprobs,
+            num_branches=padded_rows(num_branches, self._branch_buckets) if num_branches else 0,
         )
 
     def _run_copies(self, copies: SequenceOf[tuple[int, int]]) -> None:
@@ -240,13 +274,13 @@ class JaxExecutor:
 
     def _load_penalties(self, plan: Plan) -> None:
         """Keep token counts exactly while some request of the plan uses penalties."""
-        rows = plan.prefill_rows + plan.decode_rows
+        rows = plan.prefill_rows + plan.branch_rows + plan.decode_rows
         if not any(row.sequence.request.params.needs_penalties for row in rows):
             self.state = without_penalties(self.state)
             return
         if self.state.output_counts is None:
             self.state = self._with_penalties(self.state)
-        for row in plan.prefill_rows:
+        for row in plan.prefill_rows + plan.branch_rows:
             sequence = row.sequence
             if not (row.samples and sequence.request.params.needs_penalties):
                 continue
@@ -284,6 +318,14 @@ def _flags_of(sequences: Collection[Sequence]) -> SamplerFlags:
     return sampler_flags(params, banned=banned)
 
 
+def _branches_of(rows: SequenceOf[PlanRow], plan: Plan) -> list[PlanRow]:
+    """The plan's branch rows that sample from the logits of one of these."""
+    if not plan.branch_rows:
+        return []
+    requests = {row.sequence.request for row in rows if row.samples}
+    return [row for row in plan.branch_rows if row.sequence.request in requests]
+
+
 def _prompt_logprobs_of(row: PlanRow) -> int | None:
     return row.sequence.request.params.prompt_logprobs
 
@@ -296,21 +338,19 @@ def _raise_on_nan(rows: SequenceOf[PlanRow], has_nan: np.ndarray) -> None:
 
 
 def _sampled_entries(
-    rows: SequenceOf[PlanRow], outputs: StepOutputs, token_ids: list[int]
-) -> list[PositionLogprobs | None] | None:
+    rows: SequenceOf[tuple[int, PlanRow]], outputs: StepOutputs, token_ids: list[int]
+) -> dict[int, PositionLogprobs]:
+    """By entry in the outputs: the log-probabilities of rows that want them."""
     if outputs.sampled.logprobs is None:
-        return None
+        return {}
     chosen, ranks, top_ids, top_logprobs = _fetch(outputs.sampled.logprobs)
-    entries: list[PositionLogprobs | None] = []
-    for index, row in enumerate(rows):
-        wanted = row.sequence.request.params.logprobs
-        if wanted is None or not row.samples:
-            entries.append(None)
-            continue
-        top = _top(top_ids[index], top_logprobs[index], wanted)
-        entries.append(
-            PositionLogprobs(token_ids[index], float(chosen[index]), int(ranks[index]), top)
-        )
+    entries: dict[int, PositionLogprobs] = {}
+    for index, row in rows:
+        wanted = row.sequence.request.params.num_logprobs
+        if wanted is not None:
+            top = _top(top_ids[index], top_logprobs[index], wanted)
+            values = float(chosen[index]), int(ranks[index])
+            entries[index] = PositionLogprobs(token_ids[index], *values, top)
     return entries
 
 

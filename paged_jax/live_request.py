@@ -5,64 +5,52 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from paged_jax.outputs import PositionLogprobs, RequestOutput
+from paged_jax.outputs import Completion, PositionLogprobs, RequestOutput
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduling.sequence import Sequence
 from paged_jax.text_stream import TextStream
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class LiveRequest:
-    """A request's sequence, text and log-probabilities so far.
+class LiveCompletion:
+    """One sequence's text and log-probabilities so far.
 
     Attributes:
-      request_id: the request's id.
       sequence: its token stream.
-      params: as given.
-      prompt_token_ids: the prompt.
-      seed: of its random stream, the user's or drawn by the engine.
+      params: of the request.
       text: its text, or None without a tokenizer.
-      arrival_time: ``time.monotonic()``, seconds.
-      first_token_time: likewise, None before.
+      cumulative_logprob: sum of its tokens' log-probabilities, as far as they were asked for.
     """
 
-    request_id: str
     sequence: Sequence
     params: SamplingParams
-    prompt_token_ids: tuple[int, ...]
-    seed: int
     text: TextStream | None
-    arrival_time: float = dataclasses.field(default_factory=time.monotonic)
-    first_token_time: float | None = None
+    cumulative_logprob: float = 0.0
     _num_reported: int = 0
     _delta_text: str = ""
     _logprobs: list[PositionLogprobs] = dataclasses.field(default_factory=list)
-    _prompt_logprobs: list[PositionLogprobs | None] = dataclasses.field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if self.params.prompt_logprobs is not None:
-            self._prompt_logprobs = [None] * len(self.prompt_token_ids)
+    @property
+    def mean_logprob(self) -> float:
+        """Log-probability per token; -inf without a token."""
+        count = len(self.sequence.output_token_ids)
+        return self.cumulative_logprob / count if count else -float("inf")
 
-    def take_token(self, token_id: int, entry: PositionLogprobs | None, now: float) -> str | None:
+    def take_token(self, token_id: int, entry: PositionLogprobs | None) -> str | None:
         """Take the sequence's newest token; return the stop string that it completed, if any.
 
         A stop token that ended the sequence is in ``token_ids`` but adds no text.
         """
-        if self.first_token_time is None:
-            self.first_token_time = now
         if entry is not None:
-            self._logprobs.append(entry)
+            self.cumulative_logprob += entry.logprob
+            if self.params.logprobs is not None:
+                self._logprobs.append(entry)
         if self.text is None or self.sequence.finish_reason == "stop":
             return None
         self._delta_text += self.text.push(token_id)
         return self.text.stopped
 
-    def take_prompt_entry(self, position: int, entry: PositionLogprobs) -> None:
-        """Take a prompt position's log-probabilities; a recomputed prompt changes nothing."""
-        if self._prompt_logprobs[position] is None:
-            self._prompt_logprobs[position] = entry
-
-    def output(self) -> RequestOutput:
+    def output(self) -> Completion:
         """What to give the user now; deltas count from the last call."""
         sequence, params = self.sequence, self.params
         if sequence.is_finished and self.text is not None:
@@ -71,10 +59,8 @@ class LiveRequest:
         delta_token_ids = token_ids[self._num_reported :]
         self._num_reported = len(token_ids)
         delta_text, self._delta_text = self._delta_text, ""
-        wants_prompt = params.prompt_logprobs is not None
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt_token_ids=self.prompt_token_ids,
+        return Completion(
+            index=sequence.sample_index,
             token_ids=token_ids,
             text=self.text.text if self.text is not None else "",
             delta_token_ids=delta_token_ids,
@@ -82,9 +68,82 @@ class LiveRequest:
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             logprobs=tuple(self._logprobs) if params.logprobs is not None else None,
+            cumulative_logprob=None if params.num_logprobs is None else self.cumulative_logprob,
+        )
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request's completions so far.
+
+    Attributes:
+      request_id: the request's id.
+      completions: one a sequence, in order of ``sample_index``.
+      params: as given.
+      prompt_token_ids: the prompt.
+      seed: of its random streams, the user's or drawn by the engine.
+      arrival_time: ``time.monotonic()``, seconds.
+      first_token_time: likewise, None before.
+    """
+
+    request_id: str
+    completions: tuple[LiveCompletion, ...]
+    params: SamplingParams
+    prompt_token_ids: tuple[int, ...]
+    seed: int
+    arrival_time: float = dataclasses.field(default_factory=time.monotonic)
+    first_token_time: float | None = None
+    _prompt_logprobs: list[PositionLogprobs | None] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None] * len(self.prompt_token_ids)
+
+    @property
+    def sequence(self) -> Sequence:
+        """The first completion's token stream."""
+        return self.completions[0].sequence
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all completions have ended."""
+        return all(completion.sequence.is_finished for completion in self.completions)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether there is something to tell now: the best ones are known only at the end."""
+        return self.is_finished or not self.params.is_ranked
+
+    def take_token(
+        self, sequence: Sequence, token_id: int, entry: PositionLogprobs | None, now: float
+    ) -> str | None:
+        """Take a sequence's newest token; return the stop string that it completed, if any."""
+        if self.first_token_time is None:
+            self.first_token_time = now
+        mine = next(
+            completion for completion in self.completions if completion.sequence is sequence
+        )
+        return mine.take_token(token_id, entry)
+
+    def take_prompt_entry(self, position: int, entry: PositionLogprobs) -> None:
+        """Take a prompt position's log-probabilities; a recomputed prompt changes nothing."""
+        if self._prompt_logprobs[position] is None:
+            self._prompt_logprobs[position] = entry
+
+    def output(self) -> RequestOutput:
+        """What to give the user now; deltas count from the last call."""
+        completions = list(self.completions)
+        if self.params.is_ranked:
+            completions.sort(key=lambda completion: -completion.mean_logprob)
+        wants_prompt = self.params.prompt_logprobs is not None
+        sequences = [completion.sequence for completion in self.completions]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=tuple(completion.output() for completion in completions[: self.params.n]),
             prompt_logprobs=tuple(self._prompt_logprobs) if wants_prompt else None,
             arrival_time=self.arrival_time,
             first_token_time=self.first_token_time,
-            finish_time=time.monotonic() if sequence.is_finished else None,
-            num_preemptions=sequence.num_preemptions,
+            finish_time=time.monotonic() if self.is_finished else None,
+            num_preemptions=max(sequence.num_preemptions for sequence in sequences),
         )

@@ -85,7 +85,10 @@ def make_step(
             prompt = prompt_logprobs(logits, inputs.targets, num_logprobs=layout.prompt_logprobs)
             last = jnp.maximum(inputs.num_new - 1, 0)
             logits = jnp.take_along_axis(logits, last[:, None, None], axis=1)
-        state, sampled = _sample_rows(logits[:, 0], state, inputs, layout)
+        logits = logits[:, 0]  # [B, V]
+        if layout.num_branches:
+            logits = logits[inputs.logits_row]  # [B + F, V]
+        state, sampled = _sample_rows(logits, state, inputs, layout)
         return pool, state, StepOutputs(sampled, prompt)
 
     donated = ("pool", "state") if donate else ()

@@ -27,7 +27,16 @@ def test_library_example(smollm2, capsys):
     assert "free=255" in shown
 
 
-def test_own_model_example(capsys):
+@pytest.mark.weights
+def test_parallel_sampling_example(smollm2, capsys):
+    del smollm2
     run_block(1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["0", "1", "2"]
+    assert len({line[2:] for line in lines}) == 3
+
+
+def test_own_model_example(capsys):
+    run_block(2)
     token_lists = eval(capsys.readouterr().out)
     assert [len(tokens) for tokens in token_lists] == [16, 16]

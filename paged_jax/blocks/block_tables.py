@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -106,6 +107,27 @@ class BlockTables:
         """Free blocks that appending one token to ``seq_id`` takes: 0 or 1."""
         table = self._table(seq_id)
         return int(table.num_tokens % self.block_size == 0 or self._needs_copy(table))
+
+    def num_new_blocks_for(self, seq_ids: Sequence[int]) -> int:
+        """Free blocks that appending one token to each of these takes, one after the other.
+
+        Of several that share a partly filled block and all write to it, the last one copies nothing
+        if nobody else holds the block.
+
+        Raises:
+          ValueError: an id is unknown.
+        """
+        num_new = 0
+        num_writers: Counter[int] = Counter()
+        for seq_id in seq_ids:
+            table = self._table(seq_id)
+            if table.num_tokens % self.block_size == 0:
+                num_new += 1
+            elif self._pool.ref_counts[table.blocks[-1]] > 1:
+                num_writers[table.blocks[-1]] += 1
+        for block, count in num_writers.items():
+            num_new += min(count, self._pool.ref_counts[block] - 1)
+        return num_new
 
     def can_append(self, seq_id: int, *, num_tokens: int = 1) -> bool:
         """Whether ``num_tokens`` more tokens fit now."""

@@ -116,7 +116,7 @@ def sampler_flags(
     """
     bans = [len(ids) for ids in banned] + [0] * (len(params) - len(banned))
     biases = (len(row.bias_pairs) + bans[i] for i, row in enumerate(params))
-    tops = [row.logprobs for row in params if row.logprobs is not None]
+    tops = [row.num_logprobs for row in params if row.num_logprobs is not None]
     return SamplerFlags(
         greedy_only=all(row.is_greedy for row in params),
         penalties=any(row.needs_penalties for row in params),

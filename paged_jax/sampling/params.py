@@ -98,6 +98,10 @@ class SamplingParams:
     Equal logits rank by token id, the lower one first.
 
     Attributes:
+      n: completions of the prompt, at least 1. The prompt is computed and stored once; each
+        completion has a random stream of its own, keyed by (seed, its index).
+      best_of: None: ``n``; more: so many completions are computed, and the ``n`` with the highest
+        log-probability per token are given back, best first, when all have ended.
       temperature: >= 0; up to 1e-5 the best token is taken (greedy).
       top_k: keep the k best; 0 or -1: all; more than the vocabulary: all.
       top_p: keep the fewest best tokens whose probability reaches this, in [0, 1]; 0: the best.
@@ -127,6 +131,8 @@ class SamplingParams:
     ((3, 1.0), (7, -2.0))
     """
 
+    n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -147,6 +153,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         clean: dict[str, Any] = {
+            "n": _int("n", self.n, 1),
             "temperature": _float("temperature", self.temperature, 0, _FLOAT32_MAX),
             "top_k": _int("top_k", self.top_k, -1),
             "top_p": _float("top_p", self.top_p, 0, 1),
@@ -174,8 +181,30 @@ class SamplingParams:
             clean["max_tokens"] is None or clean["min_tokens"] <= clean["max_tokens"],
             f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}",
         )
+        if self.best_of is not None:
+            clean["best_of"] = _int("best_of", self.best_of, clean["n"])
+        require(
+            clean["max_tokens"] != 0 or clean.get("best_of", clean["n"]) == 1,
+            f"n={self.n} and best_of={self.best_of} must be 1 or None with max_tokens=0: nothing "
+            "is sampled",
+        )
         for name, value in clean.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def num_samples(self) -> int:
+        """Completions that are computed."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether only the best of the computed completions are given back."""
+        return self.num_samples > self.n
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Best tokens whose log-probabilities the sampler reports with its own; None: neither."""
+        return 0 if self.logprobs is None and self.is_ranked else self.logprobs
 
     @property
     def is_greedy(self) -> bool:

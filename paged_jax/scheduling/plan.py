@@ -31,6 +31,8 @@ class Plan:
       step: number of this step, from 1.
       copies: ``(src, dst)`` block copies; no block is in both columns.
       prefill_rows: rows of prompts; several may belong to one sequence, in position order.
+      branch_rows: rows that compute nothing (``num_new=0``): the other sequences of a group whose
+        prompt ends in this step draw their first token from the logits of its sampling row.
       decode_rows: one row of one token for each decoding sequence.
       admitted: sequences that got their ``state_slot`` in this step (new or resumed): their row
         state must be set up, from ``prompt_token_ids`` and ``output_token_ids``.
@@ -39,6 +41,7 @@ class Plan:
     step: int
     copies: list[BlockCopy] = dataclasses.field(default_factory=list)
     prefill_rows: list[PlanRow] = dataclasses.field(default_factory=list)
+    branch_rows: list[PlanRow] = dataclasses.field(default_factory=list)
     decode_rows: list[PlanRow] = dataclasses.field(default_factory=list)
     admitted: list[Sequence] = dataclasses.field(default_factory=list)
 
@@ -49,8 +52,12 @@ class Plan:
 
     @property
     def sampling_rows(self) -> list[PlanRow]:
-        """The rows that yield a token, prefill rows first: the order of a step's results."""
-        return [row for row in self.prefill_rows if row.samples] + self.decode_rows
+        """The rows that yield a token, in the order of a step's results.
+
+        Prefill rows come first, then branch rows, then decode rows.
+        """
+        prefill_rows = [row for row in self.prefill_rows if row.samples]
+        return prefill_rows + self.branch_rows + self.decode_rows
 
     @property
     def num_new_tokens(self) -> int:

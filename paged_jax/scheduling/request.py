@@ -15,18 +15,20 @@ class Request:
     Args:
       request_id: the user's handle; may be used again once the request has ended.
       prompt_token_ids: the prompt.
-      params: limits and stop conditions. The scheduler reads ``max_tokens``, ``min_tokens``,
-        ``stop_token_ids`` and ``ignore_eos`` only.
+      params: limits and stop conditions. The scheduler reads ``num_samples``, ``max_tokens``,
+        ``min_tokens``, ``stop_token_ids`` and ``ignore_eos`` only.
       eos_token_ids: the model's end tokens.
 
     Attributes:
       arrival: its place in the line, -1 until the scheduler has added it.
+      num_samples: sequences that answer it.
       stop_ids: token ids that end it: its stop tokens and, unless ignored, the end tokens.
     """
 
     __slots__ = (
         "arrival",
         "eos_token_ids",
+        "num_samples",
         "params",
         "prompt_token_ids",
         "request_id",
@@ -46,5 +48,6 @@ class Request:
         self.params = params
         self.eos_token_ids = frozenset(eos_token_ids)
         self.arrival = -1
+        self.num_samples = params.num_samples
         ends = () if params.ignore_eos else self.eos_token_ids
         self.stop_ids = frozenset(params.stop_token_ids or ()).union(ends)

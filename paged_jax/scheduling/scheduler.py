@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 
 from paged_jax.blocks.block_manager import BlockManager
-from paged_jax.scheduling.integrity import check_sequence
+from paged_jax.scheduling.group import SequenceGroup
+from paged_jax.scheduling.integrity import Queues, check_queues
 from paged_jax.scheduling.limits import capped_max_tokens
 from paged_jax.scheduling.plan import NEEDS_VALUES, NeedsValues, Plan, PlanRow
+from paged_jax.scheduling.prompt_rows import PromptBudget, blocks_owed, plan_chunk
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import FinishReason, Sequence, SequenceStatus
 
-# A sequence preempted this often comes back only when it can stay: no request thrashes.
+# A request preempted this often comes back only when it can stay: no request thrashes.
 _MAX_OPTIMISTIC_PREEMPTIONS = 2
-
-
-@dataclasses.dataclass(slots=True)
-class _Budget:
-    """What is left of a step for prompts."""
-
-    num_tokens: int
-    num_rows: int
 
 
 class Scheduler:
@@ -34,6 +27,7 @@ class Scheduler:
     plan is made, so the next one can be made before its tokens have arrived. When blocks run out
     the latest arrival gives up all of its blocks and goes back to the front of the line; prompt
     and generated tokens are then its new prompt. While anything is preempted, nothing new starts.
+    A request's sequences (``SequenceGroup``) start, lose their blocks and resume together.
 
     Each step costs O(1) for each running sequence, and nothing for pool blocks or waiting requests.
 
@@ -46,7 +40,7 @@ class Scheduler:
       max_model_len: longest context in tokens.
 
     Attributes:
-      num_preemptions: preemptions so far.
+      num_preemptions: sequences that have lost their blocks so far, each time counted.
       num_recomputed_tokens: computed tokens that preemptions have thrown away.
 
     Raises:
@@ -83,30 +77,31 @@ class Scheduler:
         self.num_recomputed_tokens = 0
         # All three are in arrival order, everyone preempted is later than everyone running, and
         # everyone waiting is later still.
-        self._running: OrderedDict[Sequence, None] = OrderedDict()
-        self._preempted: OrderedDict[Sequence, None] = OrderedDict()
-        self._waiting: OrderedDict[Sequence, None] = OrderedDict()
-        self._live: dict[Hashable, Sequence] = {}
+        self._running: OrderedDict[SequenceGroup, None] = OrderedDict()
+        self._preempted: OrderedDict[SequenceGroup, None] = OrderedDict()
+        self._waiting: OrderedDict[SequenceGroup, None] = OrderedDict()
+        self._live: dict[Hashable, SequenceGroup] = {}
         self._free_slots = list(range(max_num_seqs))[::-1]
-        # Blocks that the running sequences hold if each runs to its max_tokens.
+        # Most blocks that the running groups can come to hold.
         self._worst_case_blocks = 0
         self._num_added = 0
+        self._num_sequences = 0
         self._num_steps = 0
         self._num_in_flight = 0
 
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks."""
-        return len(self._running)
+        return sum(len(group.with_tables) for group in self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have not started yet."""
+        """Requests that have not started yet."""
         return len(self._waiting)
 
     @property
     def num_preempted(self) -> int:
-        """Sequences that lost their blocks and wait to resume."""
+        """Requests that lost their blocks and wait to resume."""
         return len(self._preempted)
 
     @property
@@ -116,41 +111,48 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """The running sequences in arrival order."""
-        return tuple(self._running)
+        """The sequences that hold blocks, in arrival order."""
+        return tuple(sequence for group in self._running for sequence in group.with_tables)
 
     @property
     def max_prefill_rows(self) -> int:
         """Most prefill rows of a step."""
         return -(-self._max_num_batched_tokens // self._row_len)
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request) -> SequenceGroup:
         """Put a request at the end of the line.
 
         Raises:
-          ValueError: the prompt is empty or leaves no room for one new token (with
-            ``max_tokens=0``: does not fit itself) in ``max_model_len`` or in the whole pool, or a
-            live request has the same id.
+          ValueError: the prompt is empty or leaves no room for one new token of each sequence (with
+            ``max_tokens=0``: does not fit itself) in ``max_model_len`` or in the whole pool, the
+            request wants more sequences than ``max_num_seqs``, or a live request has the same id.
         """
         if request.request_id in self._live:
-            other = self._live[request.request_id]
+            other = self._live[request.request_id].sequences[0]
             raise ValueError(f"request_id={request.request_id!r} must be new, it is live: {other}")
         max_tokens = capped_max_tokens(
             request,
+            max_num_seqs=self._max_num_seqs,
             max_model_len=self._max_model_len,
-            num_slots=self._manager.num_usable * self._manager.block_size,
+            num_usable=self._manager.num_usable,
+            block_size=self._manager.block_size,
         )
         request.arrival = self._num_added
-        sequence = Sequence(request, seq_id=self._num_added, max_tokens=max_tokens)
+        group = SequenceGroup(request, first_seq_id=self._num_sequences, max_tokens=max_tokens)
         self._num_added += 1
-        self._live[request.request_id] = sequence
-        self._waiting[sequence] = None
-        return sequence
+        self._num_sequences += request.num_samples
+        self._live[request.request_id] = group
+        self._waiting[group] = None
+        return group
 
     def cancel(self, request_id: Hashable) -> bool:
         """End a request in whatever state it is; False when no live request has that id."""
-        sequence = self._live.get(request_id)
-        return sequence is not None and self.finish(sequence, "cancelled")
+        group = self._live.get(request_id)
+        if group is None:
+            return False
+        for sequence in tuple(group.live):
+            self.finish(sequence, "cancelled")
+        return True
 
     def finish(
         self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
@@ -158,19 +160,21 @@ class Scheduler:
         """End a sequence and free its blocks at once; False when it had ended before.
 
         A stop string completed by the very token that reached ``max_tokens`` wins: 'stop' replaces
-        'length'.
+        'length'. The request ends with the last of its sequences.
         """
         if sequence.is_finished:
             if reason == "stop" and sequence.finish_reason == "length":
                 sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return False
-        if sequence.status is SequenceStatus.RUNNING:
+        group, status = self._group_of(sequence), sequence.status
+        group.live.remove(sequence)
+        if status is SequenceStatus.RUNNING:
             self._release(sequence)
-        elif sequence.status is SequenceStatus.PREEMPTED:
-            del self._preempted[sequence]
-        else:
-            del self._waiting[sequence]
-        del self._live[sequence.request.request_id]
+        if not group.live:
+            self._queue_of(status).pop(group)
+            if status is SequenceStatus.RUNNING:
+                self._worst_case_blocks -= group.worst_case_blocks
+            del self._live[sequence.request.request_id]
         sequence.status = SequenceStatus.FINISHED
         sequence.num_pending = 0
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -189,11 +193,12 @@ class Scheduler:
         self._manager.begin_step()
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
-        for sequence in self._running:
-            if sequence.num_computed < sequence.num_prefill:
-                prefilling.append(sequence)
-            elif len(sequence.output_token_ids) + sequence.num_pending < sequence.max_tokens:
-                decoding.append(sequence)
+        for group in self._running:
+            for sequence in group.with_tables:
+                if sequence.num_computed < sequence.num_prefill:
+                    prefilling.append(sequence)
+                elif len(sequence.output_token_ids) + sequence.num_pending < sequence.max_tokens:
+                    decoding.append(sequence)
         if not self._make_room(decoding, prefilling):
             return NEEDS_VALUES
         plan = Plan(self._num_steps + 1)
@@ -255,46 +260,42 @@ class Scheduler:
           RuntimeError: with the numbers, if not.
         """
         self._manager.check_integrity()
-        slots = [sequence.state_slot for sequence in self._running]
-        line = [*self._running, *self._preempted, *self._waiting]
-        arrivals = [sequence.request.arrival for sequence in line]
-        worst_case = sum(self._manager.blocks_for(s.max_computed) for s in self._running)
-        for holds, what in (
-            (sorted(slots + self._free_slots) == list(range(self._max_num_seqs)), "state slots"),
-            (arrivals == sorted(set(arrivals)), "arrival order"),
-            (set(line) == set(self._live.values()), "live requests"),
-            (self._manager.num_sequences == len(slots), "tables"),
-            (self._worst_case_blocks == worst_case, "worst case"),
-        ):
-            if not holds:
-                raise RuntimeError(
-                    f"{what} broken: slots={slots}, free slots={self._free_slots}, line={line}, "
-                    f"live={len(self._live)}, tables={self._manager.num_sequences}, "
-                    f"worst case={self._worst_case_blocks}, recounted={worst_case}"
-                )
-        for queue, status in (
-            (self._running, SequenceStatus.RUNNING),
-            (self._preempted, SequenceStatus.PREEMPTED),
-            (self._waiting, SequenceStatus.WAITING),
-        ):
-            for sequence in queue:
-                check_sequence(sequence, status, self._manager)
+        queues = Queues(
+            running=self._running,
+            preempted=self._preempted,
+            waiting=self._waiting,
+            live=self._live.values(),
+            free_slots=self._free_slots,
+            num_slots=self._max_num_seqs,
+            worst_case_blocks=self._worst_case_blocks,
+        )
+        check_queues(queues, self._manager)
+
+    def _group_of(self, sequence: Sequence) -> SequenceGroup:
+        return self._live[sequence.request.request_id]
+
+    def _queue_of(self, status: SequenceStatus) -> OrderedDict[SequenceGroup, None]:
+        if status is SequenceStatus.RUNNING:
+            return self._running
+        return self._preempted if status is SequenceStatus.PREEMPTED else self._waiting
 
     def _make_room(self, decoding: list[Sequence], prefilling: list[Sequence]) -> bool:
         """Preempt until every decoding sequence can append; False to wait for values first."""
         manager = self._manager
         if manager.num_free >= len(decoding):
             return True
-        while sum(manager.num_new_blocks(s.seq_id) for s in decoding) > manager.num_free:
+        while manager.num_new_blocks_for([s.seq_id for s in decoding]) > manager.num_free:
             if self._num_in_flight:
                 return False
             if len(self._running) == 1:
                 raise RuntimeError(
-                    f"the one running sequence needs a block, {manager.num_free} of "
+                    f"the one running request needs a block, {manager.num_free} of "
                     f"{manager.num_usable} are free, and it holds the rest: {self.running[0]}"
                 )
             victim = next(reversed(self._running))
-            (decoding if decoding[-1] is victim else prefilling).pop()
+            for sequences in (decoding, prefilling):
+                while sequences and sequences[-1].request is victim.request:
+                    sequences.pop()
             self._preempt(victim)
         return True
 
@@ -310,89 +311,69 @@ class Scheduler:
             sequence.num_pending += 1
 
     def _plan_prompts(self, plan: Plan, prefilling: list[Sequence]) -> None:
-        budget = _Budget(self._max_num_batched_tokens, self.max_prefill_rows)
+        manager = self._manager
+        budget = PromptBudget(
+            self._max_num_batched_tokens, self.max_prefill_rows, self._row_len, self._chunk_len
+        )
         debt = 0
         for sequence in prefilling:
-            self._plan_chunk(plan, sequence, budget)
-            debt += self._blocks_owed(sequence)
+            group = self._group_of(sequence)
+            plan_chunk(plan, group, sequence, budget, manager)
+            debt += blocks_owed(group, sequence, manager)
         while budget.num_tokens and budget.num_rows and self._free_slots:
             line = self._preempted or self._waiting
             if not line:
                 return
-            sequence = next(iter(line))
-            if not self._can_start(sequence, debt):
+            group = next(iter(line))
+            if not self._can_start(group, debt):
                 return
-            del line[sequence]
-            self._start(sequence)
-            plan.admitted.append(sequence)
-            self._plan_chunk(plan, sequence, budget)
-            debt += self._blocks_owed(sequence)
+            del line[group]
+            self._start(group)
+            plan.admitted.extend(group.live)
+            plan_chunk(plan, group, group.leader, budget, manager)
+            debt += blocks_owed(group, group.leader, manager)
 
-    def _plan_chunk(self, plan: Plan, sequence: Sequence, budget: _Budget) -> None:
-        """Add the rows of the next chunk of a prompt, as long as budget and blocks allow."""
-        manager, start = self._manager, sequence.num_computed
-        num_new = min(
-            sequence.num_prefill - start,
-            self._chunk_len,
-            budget.num_tokens,
-            budget.num_rows * self._row_len,
-        )
-        if start == 0:
-            has_room = manager.allocate(sequence.seq_id, num_tokens=num_new)
-            assert has_room, "_can_start looked before"
-        else:
-            # Blocks that earlier sequences took meanwhile come back: wait, and preempt nobody.
-            num_new = min(num_new, manager.room(sequence.seq_id))
-            if num_new == 0:
-                return
-            plan.copies.extend(manager.append(sequence.seq_id, num_tokens=num_new) or ())
-        end = start + num_new
-        samples = end == sequence.num_prefill and sequence.max_tokens > 0
-        for row_start in range(start, end, self._row_len):
-            row_end = min(row_start + self._row_len, end)
-            is_last = samples and row_end == end
-            plan.prefill_rows.append(PlanRow(sequence, row_start, row_end - row_start, is_last))
-            budget.num_rows -= 1
-        budget.num_tokens -= num_new
-        sequence.num_computed = end
-        sequence.num_pending += samples
-
-    def _blocks_owed(self, sequence: Sequence) -> int:
-        """Blocks that the rest of a running sequence's prompt will still take."""
-        manager = self._manager
-        return manager.blocks_for(sequence.num_prefill) - manager.num_blocks(sequence.seq_id)
-
-    def _can_start(self, sequence: Sequence, debt: int) -> bool:
-        """Whether the whole prompt fits beside the prompts in progress, which ``debt`` blocks."""
-        manager = self._manager
-        worst_case = manager.blocks_for(sequence.max_computed)
-        num_blocks = manager.blocks_for(sequence.num_tokens) + 1
+    def _can_start(self, group: SequenceGroup, debt: int) -> bool:
+        """Whether all known tokens fit beside the prompts in progress, which ``debt`` blocks."""
+        manager, num_live = self._manager, len(group.live)
+        if num_live > len(self._free_slots):
+            return False
+        worst_case = group.max_blocks(manager.block_size)
+        num_blocks = group.known_blocks(manager.block_size) + num_live
         if min(num_blocks, worst_case) + debt > manager.num_free:
             return False
-        can_be_preempted = sequence.num_preemptions < _MAX_OPTIMISTIC_PREEMPTIONS
+        can_be_preempted = group.num_preemptions < _MAX_OPTIMISTIC_PREEMPTIONS
         return can_be_preempted or self._worst_case_blocks + worst_case <= manager.num_usable
 
-    def _start(self, sequence: Sequence) -> None:
-        sequence.state_slot = self._free_slots.pop()
-        sequence.status = SequenceStatus.RUNNING
-        sequence.num_prefill = sequence.num_tokens
-        self._running[sequence] = None
-        self._worst_case_blocks += self._manager.blocks_for(sequence.max_computed)
+    def _start(self, group: SequenceGroup) -> None:
+        group.needs_fork = len(group.live) > 1
+        group.worst_case_blocks = group.max_blocks(self._manager.block_size)
+        self._worst_case_blocks += group.worst_case_blocks
+        self._running[group] = None
+        for sequence in group.live:
+            sequence.state_slot = self._free_slots.pop()
+            sequence.status = SequenceStatus.RUNNING
+            sequence.num_prefill = sequence.num_tokens
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.num_preemptions += 1
-        self.num_recomputed_tokens += sequence.num_computed
-        self._release(sequence)
-        sequence.num_preemptions += 1
-        sequence.num_computed = 0
-        sequence.status = SequenceStatus.PREEMPTED
-        self._preempted[sequence] = None
-        self._preempted.move_to_end(sequence, last=False)
+    def _preempt(self, group: SequenceGroup) -> None:
+        num_shared = group.leader.num_prompt
+        del self._running[group]
+        self._worst_case_blocks -= group.worst_case_blocks
+        for sequence in group.live:
+            is_leader = sequence is group.leader
+            num_own = sequence.num_computed - (0 if is_leader else num_shared)
+            self.num_preemptions += 1
+            self.num_recomputed_tokens += max(num_own, 0)
+            self._release(sequence)
+            sequence.num_preemptions += 1
+            sequence.num_computed = 0
+            sequence.status = SequenceStatus.PREEMPTED
+        self._preempted[group] = None
+        self._preempted.move_to_end(group, last=False)
 
     def _release(self, sequence: Sequence) -> None:
         """Take back blocks and state slot of a running sequence: the one place that frees them."""
-        del self._running[sequence]
-        self._manager.free(sequence.seq_id)
+        if self._manager.has_table(sequence.seq_id):
+            self._manager.free(sequence.seq_id)
         self._free_slots.append(sequence.state_slot)
         sequence.state_slot = -1
-        self._worst_case_blocks -= self._manager.blocks_for(sequence.max_computed)

@@ -33,7 +33,7 @@ class Sequence:
     Attributes:
       seq_id: its key in the block manager; never used twice by one scheduler.
       request: what it answers.
-      sample_index: which of the request's samples it is.
+      sample_index: which of the request's samples it is; it keys the random stream.
       max_tokens: the request's limit, capped to the room there is.
       prompt_token_ids: the prompt.
       output_token_ids: emitted tokens whose values are on the host.
@@ -64,10 +64,12 @@ class Sequence:
         "stop_reason",
     )
 
-    def __init__(self, request: Request, *, seq_id: int, max_tokens: int) -> None:
+    def __init__(
+        self, request: Request, *, seq_id: int, max_tokens: int, sample_index: int = 0
+    ) -> None:
         self.seq_id = seq_id
         self.request = request
-        self.sample_index = 0
+        self.sample_index = sample_index
         self.max_tokens = max_tokens
         self.prompt_token_ids = list(request.prompt_token_ids)
         self.output_token_ids: list[int] = []

@@ -113,6 +113,36 @@ def test_rows_that_do_not_sample_use_the_dummy_state():
     np.testing.assert_array_equal(inputs.sampler.temperature, np.float32([0, 0.5]))
 
 
+def test_branches_sample_from_their_request_s_row():
+    """They follow the padded rows, carry state and parameters of their own, and compute nothing."""
+    other = make_sequence(0, [1, 2], slot=0)
+    leader = make_sequence(1, [1, 2, 3, 4, 5], slot=1)
+    branches = [
+        Sequence(leader.request, seq_id=1, max_tokens=8, sample_index=index) for index in (1, 2)
+    ]
+    for slot, branch in enumerate(branches, start=2):
+        branch.state_slot = slot
+    shape = layout(num_rows=4, num_branches=3, flags=SamplerFlags(bias_width=16))
+    rows = [
+        PlanRow(leader, 0, 4, False),
+        PlanRow(other, 0, 2, True),
+        PlanRow(leader, 4, 1, True),
+    ]
+    branch_rows = [PlanRow(branch, 5, 0, True) for branch in branches]
+    packed = packer().pack(rows, shape, branches=branch_rows)
+    assert packed.shape == (7, shape.num_columns)
+    inputs = unpack(packed, shape)
+    np.testing.assert_array_equal(inputs.state_slot, [4, 0, 1, 4, 2, 3, 4])
+    np.testing.assert_array_equal(inputs.logits_row[:6], [0, 1, 2, 0, 2, 2])
+    np.testing.assert_array_equal(inputs.num_new, [4, 2, 1, 0])
+    assert inputs.tokens.shape == (4, 4)
+    assert inputs.block_tables.shape == (4, 3)
+    for entry, index in ((2, 0), (4, 1), (5, 2)):
+        np.testing.assert_array_equal(inputs.base_key[entry], base_key(SEEDS[1], index))
+        np.testing.assert_array_equal(inputs.sampler.repetition[entry], np.float32(1.5))
+    assert inputs.sampler.bias_ids.shape == (7, 16)
+
+
 @pytest.mark.parametrize(
     ("num_output", "num_pending", "banned"),
     [(0, 1, {2, 7, 9}), (1, 2, {2, 7, 9}), (2, 2, set()), (3, 1, set())],

@@ -120,8 +120,8 @@ def test_b18_table_entries_past_the_length_are_never_followed(poison):
     pack = engine.executor._packer.pack
 
     class PoisoningPacker:
-        def pack(self, rows, layout):
-            packed = pack(rows, layout)
+        def pack(self, rows, layout, *, branches):
+            packed = pack(rows, layout, branches=branches)
             kv_lens = packed[:, 1] + packed[:, 2]  # start + num_new; 0 in padding rows
             is_unused = np.arange(layout.table_width) >= -(-kv_lens[:, None] // 4)
             packed[:, layout.table_offset :][is_unused] = poison

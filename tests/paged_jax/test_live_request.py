@@ -4,7 +4,7 @@ import pytest
 from suites.small_models import LettersTokenizer
 
 from paged_jax import PositionLogprobs, SamplingParams
-from paged_jax.live_request import LiveRequest
+from paged_jax.live_request import LiveCompletion, LiveRequest
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import Sequence, SequenceStatus
 from paged_jax.text_stream import TextStream
@@ -23,12 +23,12 @@ def make_live(*, has_text: bool = True, **fields) -> LiveRequest:
             include_stop=params.include_stop_str_in_output,
         )
     sequence = Sequence(request, seq_id=0, max_tokens=8)
-    return LiveRequest("r", sequence, params, (5, 6, 7), 0, text)
+    return LiveRequest("r", (LiveCompletion(sequence, params, text),), params, (5, 6, 7), 0)
 
 
 def push(live: LiveRequest, token: int, entry: PositionLogprobs | None = None) -> str | None:
     live.sequence.output_token_ids.append(token)
-    return live.take_token(token, entry, live.arrival_time + 1)
+    return live.take_token(live.sequence, token, entry, live.arrival_time + 1)
 
 
 def finish(live: LiveRequest, reason: str, stop_reason=None) -> None:
@@ -115,3 +115,25 @@ def test_a_cancelled_request_tells_what_it_had(has_text):
     output = live.output()
     assert (output.finish_reason, output.token_ids) == ("cancelled", (0,))
     assert output.text == ("ab" if has_text else "")
+
+
+def test_a_request_ends_with_the_last_of_its_completions():
+    params = SamplingParams(n=2)
+    request = Request("r", [5, 6, 7], params, eos_token_ids=(4,))
+    completions = tuple(
+        LiveCompletion(Sequence(request, seq_id=i, max_tokens=8, sample_index=i), params, None)
+        for i in range(2)
+    )
+    live = LiveRequest("r", completions, params, (5, 6, 7), 0)
+    for token, completion in ((1, completions[0]), (2, completions[1])):
+        completion.sequence.output_token_ids.append(token)
+        live.take_token(completion.sequence, token, None, live.arrival_time)
+    finish(live, "length")
+    output = live.output()
+    assert [completion.token_ids for completion in output.outputs] == [(1,), (2,)]
+    assert [completion.finish_reason for completion in output.outputs] == ["length", None]
+    assert (output.finish_reason, output.finished, output.finish_time) == ("length", False, None)
+    second = completions[1].sequence
+    second.status, second.finish_reason = SequenceStatus.FINISHED, "stop"
+    assert live.output().finished
+    assert [completion.delta_token_ids for completion in live.output().outputs] == [(), ()]

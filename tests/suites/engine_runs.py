@@ -111,8 +111,12 @@ def check_outputs(outputs: Sequence[RequestOutput]) -> None:
     last = outputs[-1]
     assert last.finished
     assert not any(output.finished for output in outputs[:-1])
-    assert sum((output.delta_token_ids for output in outputs), ()) == last.token_ids
-    assert "".join(output.delta_text for output in outputs) == last.text
+    for place, final in enumerate(last.outputs):
+        parts = [output.outputs[place] for output in outputs]
+        assert sum((part.delta_token_ids for part in parts), ()) == final.token_ids
+        assert "".join(part.delta_text for part in parts) == final.text
+        assert {part.index for part in parts} == {final.index}
+        assert final.finish_reason is not None
     count = 0
     for output in outputs:
         count += len(output.delta_token_ids)

@@ -30,6 +30,7 @@ def sampling_params(
     min_tokens: int = 0,
     stop_token_ids: SequenceOf[int] = (),
     ignore_eos: bool = False,
+    num_samples: int = 1,
 ) -> types.SimpleNamespace:
     """The fields of SamplingParams that the scheduler reads."""
     return types.SimpleNamespace(
@@ -38,6 +39,7 @@ def sampling_params(
         stop_token_ids=tuple(stop_token_ids),
         ignore_eos=ignore_eos,
         prompt_logprobs=None,
+        num_samples=num_samples,
     )
 
 
@@ -62,16 +64,18 @@ def encode(tokens: SequenceOf[int]) -> np.ndarray:
     return np.arange(len(tokens), dtype=np.int64) * VOCAB_SIZE + np.asarray(tokens, np.int64)
 
 
-def next_token(context: np.ndarray) -> int:
-    """The model: a hash of all that the slots of the context hold."""
-    return zlib.crc32(context.tobytes()) % VOCAB_SIZE
+def next_token(context: np.ndarray, *, sample_index: int = 0) -> int:
+    """The model: a hash of all that the slots of the context hold; each sample has its own."""
+    return zlib.crc32(context.tobytes(), sample_index) % VOCAB_SIZE
 
 
-def tokens_alone(request: Request, *, max_tokens: int) -> tuple[list[int], str]:
-    """Output and finish reason of a request that has the machine to itself."""
+def tokens_alone(
+    request: Request, *, max_tokens: int, sample_index: int = 0
+) -> tuple[list[int], str]:
+    """Output and finish reason of a sequence that has the machine to itself."""
     tokens, output = list(request.prompt_token_ids), []
     while len(output) < max_tokens:
-        output.append(next_token(encode(tokens)))
+        output.append(next_token(encode(tokens), sample_index=sample_index))
         tokens.append(output[-1])
         if output[-1] in request.stop_ids and len(output) > request.params.min_tokens:
             return output, "stop"
@@ -130,11 +134,16 @@ class SlotExecutor:
         for row in rows:
             written += self._write(row, is_decode=row in plan.decode_rows)
         assert len(set(written)) == len(written), "two rows write one slot"
+        for row in plan.branch_rows:
+            self._streams.setdefault(row.sequence, [])
+            assert row.num_new == 0
+            assert row.start == row.sequence.num_prompt
+        rows = plan.prefill_rows + plan.branch_rows + plan.decode_rows
         contexts = [self._read(row) for row in rows]
         tokens = []
         for row, context in zip(rows, contexts, strict=True):
             if row.samples:
-                token = next_token(context)
+                token = next_token(context, sample_index=row.sequence.sample_index)
                 self._streams[row.sequence].append(token)
                 self._last_tokens[row.sequence.state_slot] = token
                 tokens.append(token)
@@ -197,10 +206,10 @@ class SimulatedServer:
         self._in_flight: tuple[Plan, list[int]] | None = None
 
     def add(self, request: Request) -> Sequence:
-        """Add a request."""
-        sequence = self.scheduler.add(request)
-        self.emitted[sequence] = []
-        return sequence
+        """Add a request; returns its first sequence."""
+        group = self.scheduler.add(request)
+        self.emitted.update((sequence, []) for sequence in group.sequences)
+        return group.leader
 
     def step(self) -> Plan | None:
         """Plan, dispatch, then take the previous step's tokens; None when nothing was planned."""
@@ -246,7 +255,9 @@ class SimulatedServer:
         """The output of an ended sequence is what it would have been alone."""
         emitted = self.emitted[sequence]
         assert emitted == sequence.output_token_ids
-        expected, reason = tokens_alone(sequence.request, max_tokens=sequence.max_tokens)
+        expected, reason = tokens_alone(
+            sequence.request, max_tokens=sequence.max_tokens, sample_index=sequence.sample_index
+        )
         if sequence.finish_reason == "cancelled":
             assert emitted == expected[: len(emitted)]
         else:
@@ -269,6 +280,8 @@ class SimulatedServer:
             assert not any(row.samples for row in mine[:-1])
             ends = mine[-1].start + mine[-1].num_new == sequence.num_prefill
             assert mine[-1].samples == (ends and sequence.max_tokens > 0)
+        sampling = {row.sequence.request for row in rows if row.samples}
+        assert all(row.samples and row.sequence.request in sampling for row in plan.branch_rows)
         stats = self.manager.stats()
         assert stats.waste <= scheduler.num_running * (self.manager.block_size - 1)
         assert stats.used + stats.free == stats.total

@@ -145,6 +145,29 @@ def test_no_room_for_the_copy():
     assert manager.append(0, num_tokens=2) == ()
 
 
+def test_blocks_that_several_writers_of_one_block_take():
+    """All but the last of them copy it; with a holder that does not write, all do."""
+    manager = BlockManager(num_blocks=16, block_size=4)
+    manager.allocate(0, num_tokens=6)
+    manager.allocate(9, num_tokens=4)
+    for child in (1, 2):
+        manager.fork(0, child)
+    manager.begin_step()
+    assert manager.num_new_blocks_for([]) == 0
+    assert manager.num_new_blocks_for([0]) == 1
+    assert manager.num_new_blocks_for([0, 1]) == 2
+    assert manager.num_new_blocks_for([2, 1, 0, 9]) == 3
+    for seq_ids in ([0, 1, 2, 9], [0, 1, 2, 9], [2, 0], [0, 1, 9]):
+        expected, before = manager.num_new_blocks_for(seq_ids), manager.num_free
+        for seq_id in seq_ids:
+            assert manager.append(seq_id) is not None
+        assert before - manager.num_free == expected
+        manager.begin_step()
+        manager.check_integrity()
+    with pytest.raises(ValueError, match="seq_id=7 must be one of the 4 with a table"):
+        manager.num_new_blocks_for([0, 7])
+
+
 def test_copied_blocks_are_not_handed_out_in_the_same_step():
     manager = BlockManager(num_blocks=4, block_size=4)
     manager.allocate(0, num_tokens=2)

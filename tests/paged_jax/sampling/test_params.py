@@ -10,6 +10,8 @@ from paged_jax.sampling.params import SamplingParams
 NAN, INF = float("nan"), float("inf")
 
 REFUSED = {
+    "n": [0, -1, 1.0, True, None],
+    "best_of": [0, 1.0, True],
     "temperature": [-0.1, NAN, INF, 1e39, True, "1", None],
     "top_k": [-2, 1.5, True, None],
     "top_p": [-0.01, 1.01, NAN, None],
@@ -40,6 +42,8 @@ REFUSED = {
 }
 
 ACCEPTED = {
+    "n": [1, 100, np.int64(2)],
+    "best_of": [None, 1, 100],
     "temperature": [0, 1e-8, 2.0, 1e6, np.float32(0.5)],
     "top_k": [-1, 0, 1, 10**12, np.int64(5)],
     "top_p": [0, 1],
@@ -107,3 +111,17 @@ def test_ids_are_checked_against_the_vocabulary():
 def test_params_do_not_import_jax():
     code = "import sys, paged_jax.sampling.params; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_samples_and_their_ranking():
+    assert SamplingParams(n=3).num_samples == SamplingParams(n=2, best_of=3).num_samples == 3
+    assert SamplingParams(n=2, best_of=3).is_ranked
+    assert not SamplingParams(n=3, best_of=3).is_ranked
+    assert SamplingParams(best_of=2).num_logprobs == 0
+    assert SamplingParams(best_of=2, logprobs=4).num_logprobs == 4
+    assert SamplingParams(n=2, best_of=2).num_logprobs is None
+    with pytest.raises(ValueError, match="best_of=2 must be an integer >= 3"):
+        SamplingParams(n=3, best_of=2)
+    for fields in ({"n": 2}, {"best_of": 2}):
+        with pytest.raises(ValueError, match=r"must be 1 or None with max_tokens=0: nothing"):
+            SamplingParams(max_tokens=0, **fields)

@@ -30,7 +30,7 @@ def rows_of(rows) -> list[tuple[int, int, int, bool]]:
 
 def test_prompt_is_cut_into_rows_and_only_the_last_samples():
     scheduler = make_scheduler()
-    sequence = scheduler.add(make_request("x", 20))
+    sequence = scheduler.add(make_request("x", 20)).leader
     plan = scheduler.schedule()
     assert rows_of(plan.prefill_rows) == [(0, 0, 8, False), (0, 8, 8, False), (0, 16, 4, True)]
     assert (plan.decode_rows, plan.admitted, plan.num_new_tokens) == ([], [sequence], 20)
@@ -41,7 +41,7 @@ def test_prompt_is_cut_into_rows_and_only_the_last_samples():
 
 def test_decode_runs_one_step_ahead():
     scheduler = make_scheduler()
-    sequence = scheduler.add(make_request("x", 5, max_tokens=3))
+    sequence = scheduler.add(make_request("x", 5, max_tokens=3)).leader
     first = scheduler.schedule()
     second = scheduler.schedule()
     assert rows_of(second.decode_rows) == [(0, 5, 1, True)]
@@ -93,7 +93,7 @@ def test_first_come_first_served_no_small_request_overtakes():
 
 def test_running_is_limited_by_state_slots():
     scheduler = make_scheduler(max_num_seqs=3)
-    sequences = [scheduler.add(make_request(i, 2)) for i in range(5)]
+    sequences = [scheduler.add(make_request(i, 2)).leader for i in range(5)]
     scheduler.schedule()
     assert [s.state_slot for s in sequences] == [0, 1, 2, -1, -1]
     scheduler.cancel(1)
@@ -187,7 +187,7 @@ STOPS = {"eos_token_ids": {2, 7}, "stop_token_ids": [9]}
 def run_with_tokens(tokens: list[int], **params) -> Sequence:
     """A request whose model emits ``tokens``."""
     scheduler = make_scheduler()
-    sequence = scheduler.add(make_request("x", 3, 12, **STOPS, **params))
+    sequence = scheduler.add(make_request("x", 3, 12, **STOPS, **params)).leader
     for token in tokens:
         scheduler.update(scheduler.schedule(), [token])
         if sequence.is_finished:
@@ -218,7 +218,7 @@ def test_b74_nothing_stops_before_min_tokens(ignore_eos):
 
 def test_token_past_a_stop_is_dropped_and_its_slot_given_back():
     scheduler = make_scheduler()
-    sequence = scheduler.add(make_request("x", 3, stop_token_ids=[9]))
+    sequence = scheduler.add(make_request("x", 3, stop_token_ids=[9])).leader
     first, second = scheduler.schedule(), scheduler.schedule()
     assert scheduler.update(first, [9]) == [(sequence, 9)]
     assert scheduler.update(second, [4]) == []
@@ -228,7 +228,7 @@ def test_token_past_a_stop_is_dropped_and_its_slot_given_back():
 
 def test_finish_by_stop_string():
     scheduler = make_scheduler()
-    sequence = scheduler.add(make_request("x", 3))
+    sequence = scheduler.add(make_request("x", 3)).leader
     plan = scheduler.schedule()
     assert scheduler.finish(sequence, "stop", "END")
     assert (sequence.finish_reason, sequence.stop_reason) == ("stop", "END")
@@ -239,7 +239,7 @@ def test_finish_by_stop_string():
 
 def test_stop_string_completed_by_the_last_token_wins_over_length():
     scheduler = make_scheduler()
-    sequence = scheduler.add(make_request("x", 3, 1))
+    sequence = scheduler.add(make_request("x", 3, 1)).leader
     scheduler.update(scheduler.schedule(), [4])
     assert sequence.finish_reason == "length"
     assert not scheduler.finish(sequence, "stop", "END")
@@ -267,7 +267,7 @@ def test_limits_must_be_positive(name):
 
 
 def test_token_slice_spans_prompt_and_output():
-    sequence = make_scheduler().add(make_request("x", [10, 11, 12]))
+    sequence = make_scheduler().add(make_request("x", [10, 11, 12])).leader
     sequence.output_token_ids += [20, 21]
     everything = [10, 11, 12, 20, 21]
     for start in range(6):

@@ -16,8 +16,8 @@ from paged_jax.scheduling.sequence import SequenceStatus
 
 def test_latest_arrival_is_preempted_after_its_tokens_arrived():
     scheduler = SimulatedServer(num_blocks=5, block_size=4).scheduler
-    first = scheduler.add(make_request(0, 7, 9))
-    second = scheduler.add(make_request(1, 3, 9))
+    first = scheduler.add(make_request(0, 7, 9)).leader
+    second = scheduler.add(make_request(1, 3, 9)).leader
     plans = [scheduler.schedule(), scheduler.schedule()]
     assert scheduler.num_running == 2
     # 8 + 4 positions fill 3 of 4 blocks; both need a new one.
@@ -241,7 +241,7 @@ class TestIntegrity:
             scheduler.check_integrity()
 
     def test_order(self, scheduler):
-        scheduler._running.move_to_end(scheduler.running[0])
+        scheduler._running.move_to_end(next(iter(scheduler._running)))
         with pytest.raises(RuntimeError, match="arrival order broken"):
             scheduler.check_integrity()
 
@@ -260,6 +260,13 @@ class TestIntegrity:
         with pytest.raises(RuntimeError, match="worst case broken"):
             scheduler.check_integrity()
 
+    def test_more_blocks_than_counted(self, scheduler):
+        group = next(iter(scheduler._running))
+        scheduler._worst_case_blocks -= group.worst_case_blocks - 1
+        group.worst_case_blocks = 1
+        with pytest.raises(RuntimeError, match=r"holds 2 blocks, counted 1, at most 3"):
+            scheduler.check_integrity()
+
     @pytest.mark.parametrize("field", ["num_computed", "num_pending", "num_preemptions"])
     def test_counters(self, scheduler, field):
         sequence = scheduler.running[1]
@@ -270,7 +277,7 @@ class TestIntegrity:
             scheduler.check_integrity()
 
     def test_waiting_with_a_slot(self, scheduler):
-        next(iter(scheduler._waiting)).state_slot = 2
+        next(iter(scheduler._waiting)).leader.state_slot = 2
         with pytest.raises(RuntimeError, match="is in the waiting queue with state_slot=2"):
             scheduler.check_integrity()
 

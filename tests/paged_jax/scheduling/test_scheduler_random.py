@@ -24,7 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, **limits: int) -> None:
         self.server = SimulatedServer(**limits)
         self.ids: list[int] = []
-        self.room = min(limits["max_model_len"], (limits["num_blocks"] - 1) * limits["block_size"])
+        self.limits = limits
 
     @rule(
         prompt_len=st.integers(1, 40),
@@ -32,11 +32,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 4),
         stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=1),
         ignore_eos=st.booleans(),
+        num_samples=st.sampled_from([1, 1, 1, 2, 3, 5]),
     )
     def add(self, prompt_len: int, max_tokens: int | None, **params: object) -> None:
         request_id = len(self.ids)
+        if max_tokens == 0:
+            params["num_samples"] = 1
         request = make_request(request_id, prompt_len, max_tokens, eos_token_ids={3}, **params)
-        if prompt_len + (max_tokens != 0) > self.room:
+        num_samples, size = request.num_samples, self.limits["block_size"]
+        num_usable = self.limits["num_blocks"] - 1
+        shared = min(prompt_len // size, num_usable)
+        room = (shared + (num_usable - shared) // num_samples) * size
+        if num_samples > self.limits["max_num_seqs"]:
+            with pytest.raises(ValueError, match="must be at most max_num_seqs"):
+                self.server.add(request)
+            return
+        if prompt_len + (max_tokens != 0) > min(self.limits["max_model_len"], room):
             with pytest.raises(ValueError, match="must leave room"):
                 self.server.add(request)
             return
@@ -46,10 +57,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         sizes=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 30)), min_size=2, max_size=6),
         count=st.integers(1, 30),
+        num_samples=st.integers(1, 3),
     )
-    def burst(self, sizes: list[tuple[int, int]], count: int) -> None:
+    def burst(self, sizes: list[tuple[int, int]], count: int, num_samples: int) -> None:
         for prompt_len, max_tokens in sizes:
-            self.add(prompt_len, max_tokens, ignore_eos=True)
+            self.add(prompt_len, max_tokens, ignore_eos=True, num_samples=num_samples)
         self.steps(count)
 
     @rule()

@@ -1,0 +1,70 @@
+"""All sequences of one request, scheduled, preempted and resumed together (paper section 4.4)."""
+
+from __future__ import annotations
+
+from paged_jax.scheduling.request import Request
+from paged_jax.scheduling.sequence import Sequence
+
+
+class SequenceGroup:
+    """A request's sequences; compared by identity.
+
+    The prompt is computed once, by the first live sequence. The others then fork its block table,
+    so full prompt blocks are held once and the partly filled one is copied by whoever writes to it.
+    After a preemption this happens again, then each sequence computes its own tokens.
+
+    Attributes:
+      request: what they answer.
+      sequences: one a sample, in order of ``sample_index``.
+      live: those that have not ended, in the same order.
+      needs_fork: whether the prompt is still to be computed, for all, by ``leader``.
+      worst_case_blocks: blocks that the group was counted with when it last started.
+    """
+
+    __slots__ = ("live", "needs_fork", "request", "sequences", "worst_case_blocks")
+
+    def __init__(self, request: Request, *, first_seq_id: int, max_tokens: int) -> None:
+        self.request = request
+        self.sequences = tuple(
+            Sequence(request, seq_id=first_seq_id + i, max_tokens=max_tokens, sample_index=i)
+            for i in range(request.num_samples)
+        )
+        self.live = list(self.sequences)
+        self.needs_fork = len(self.live) > 1
+        self.worst_case_blocks = 0
+
+    @property
+    def leader(self) -> Sequence:
+        """The live sequence that computes the prompt."""
+        return self.live[0]
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often the group lost its blocks."""
+        return self.leader.num_preemptions
+
+    @property
+    def with_tables(self) -> list[Sequence]:
+        """The live sequences that hold blocks while the group runs."""
+        return self.live[:1] if self.needs_fork else self.live
+
+    def prefill_end(self, sequence: Sequence) -> int:
+        """Position up to which a live sequence computes known tokens before something happens."""
+        return sequence.num_prompt if self.needs_fork else sequence.num_prefill
+
+    def max_blocks(self, block_size: int) -> int:
+        """Blocks that the live sequences hold if each runs to its ``max_tokens``."""
+        return self._num_blocks([s.max_computed for s in self.live], block_size)
+
+    def known_blocks(self, block_size: int) -> int:
+        """Blocks that the live sequences' known tokens take, each with its own last blocks."""
+        return self._num_blocks([s.num_tokens for s in self.live], block_size)
+
+    def _num_blocks(self, lens: list[int], block_size: int) -> int:
+        if len(lens) == 1:
+            return -(-lens[0] // block_size)
+        shared = self.leader.num_prompt // block_size
+        return shared + sum(-(-length // block_size) - shared for length in lens)
+
+    def __repr__(self) -> str:
+        return f"SequenceGroup({len(self.live)} live of {len(self.sequences)}: {self.sequences[0]})"

@@ -1,0 +1,87 @@
+"""Rows of prompts: chunks within a step's budget, and the fork of a group at its prompt's end."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from paged_jax.blocks.block_manager import BlockManager
+from paged_jax.scheduling.group import SequenceGroup
+from paged_jax.scheduling.plan import Plan, PlanRow
+from paged_jax.scheduling.sequence import Sequence
+
+
+@dataclasses.dataclass(slots=True)
+class PromptBudget:
+    """What is left of a step for prompts.
+
+    Attributes:
+      num_tokens: token positions.
+      num_rows: prefill rows.
+      row_len: most tokens of a row (T).
+      chunk_len: most tokens of one sequence.
+    """
+
+    num_tokens: int
+    num_rows: int
+    row_len: int
+    chunk_len: int
+
+
+def plan_chunk(
+    plan: Plan,
+    group: SequenceGroup,
+    sequence: Sequence,
+    budget: PromptBudget,
+    manager: BlockManager,
+) -> None:
+    """Add the rows of the next chunk of a prompt, as long as budget and blocks allow."""
+    start, row_len = sequence.num_computed, budget.row_len
+    num_new = min(
+        group.prefill_end(sequence) - start,
+        budget.chunk_len,
+        budget.num_tokens,
+        budget.num_rows * row_len,
+    )
+    if start == 0:
+        has_room = manager.allocate(sequence.seq_id, num_tokens=num_new)
+        assert has_room, "the scheduler looked before"
+    else:
+        # Blocks that earlier sequences took meanwhile come back: wait, and preempt nobody.
+        num_new = min(num_new, manager.room(sequence.seq_id))
+        if num_new == 0:
+            return
+        plan.copies.extend(manager.append(sequence.seq_id, num_tokens=num_new) or ())
+    end = start + num_new
+    samples = end == sequence.num_prefill and sequence.max_tokens > 0
+    for row_start in range(start, end, row_len):
+        row_end = min(row_start + row_len, end)
+        is_last = samples and row_end == end
+        plan.prefill_rows.append(PlanRow(sequence, row_start, row_end - row_start, is_last))
+        budget.num_rows -= 1
+    budget.num_tokens -= num_new
+    sequence.num_computed = end
+    sequence.num_pending += samples
+    if group.needs_fork and end == sequence.num_prompt:
+        _fork(plan, group, manager, samples=samples)
+
+
+def _fork(plan: Plan, group: SequenceGroup, manager: BlockManager, *, samples: bool) -> None:
+    """Share the prompt that ``group.leader`` has computed; ``samples``: all draw a token."""
+    leader, *others = group.live
+    group.needs_fork = False
+    for sequence in others:
+        manager.fork(leader.seq_id, sequence.seq_id)
+        sequence.num_computed = leader.num_computed
+        if samples:
+            plan.branch_rows.append(PlanRow(sequence, sequence.num_computed, 0, True))
+            sequence.num_pending += 1
+
+
+def blocks_owed(group: SequenceGroup, sequence: Sequence, manager: BlockManager) -> int:
+    """Blocks that the known tokens of a running sequence (before a fork: of all) still take."""
+    num_held = manager.num_blocks(sequence.seq_id)
+    if group.needs_fork:
+        return group.known_blocks(manager.block_size) - num_held
+    # One of a group may have to copy its last block first.
+    num_copied = manager.num_new_blocks(sequence.seq_id) if len(group.live) > 1 else 0
+    return manager.blocks_for(sequence.num_prefill) - num_held + num_copied
