@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pallas_kernels.devices import H100, Device, current_device
+from pallas_kernels.devices import Device, current_device, kernel_device
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def _try(
     if name in GPU_BACKENDS and not device.is_cuda:
         if not interpret:
             return f"needs an NVIDIA GPU (here: {device.platform}), or interpret=True", None
-        device = H100
+        device = kernel_device()
     backend = backends[name]()
     reason = backend.unsupported(call, device)
     return (reason, None) if reason is not None else (None, backend.run)

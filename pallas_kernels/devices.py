@@ -148,6 +148,12 @@ def current_device() -> Device:
     )
 
 
+def kernel_device() -> Device:
+    """`current_device`, or an H100 in its place where that is no GPU: for the interpreters."""
+    device = current_device()
+    return device if device.is_cuda else H100
+
+
 def _gpu(kind: str, *, compute_capability: Any, num_sms: int | None) -> Device:
     known = known_gpu(kind)
     if known is not None:

@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.devices import H100, Device, current_device
+from pallas_kernels.devices import Device, kernel_device
 from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.mosaic_config import PRODUCT_DTYPES
 from pallas_kernels.paged_attention.mosaic_decode import (
@@ -51,7 +51,6 @@ def paged_attention_mosaic(
     """The semantics of `paged_attention` (see there), for calls that `unsupported` lets pass."""
     del score_fn  # refused by `unsupported`
     call = AttentionCall.of(q, kv_blocks, block_tables, window=window)
-    device = current_device()
     args = (q, kv_blocks, block_tables, kv_lens, q_lens)
     options = {
         "scale": scale,
@@ -61,7 +60,7 @@ def paged_attention_mosaic(
         "kv_scales": kv_scales,
         "interpret": interpret,
     }
-    if _decodes(call, device if device.is_cuda else H100):
+    if _decodes(call, kernel_device()):
         return paged_attention_mosaic_decode(*args, work=work, **options)
     return paged_attention_mosaic_prefill(*args, **options)
 

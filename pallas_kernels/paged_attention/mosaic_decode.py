@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.devices import H100, Device, current_device
+from pallas_kernels.devices import Device, kernel_device
 from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.mosaic_config import (
     MAX_COLUMNS,
@@ -118,8 +118,7 @@ def paged_attention_mosaic_decode(
     N, _, K, S, _ = kv_blocks.shape
     M = block_tables.shape[1]
     call = AttentionCall.of(q, kv_blocks, block_tables, window=window)
-    device = current_device()
-    device = device if device.is_cuda else H100
+    device = kernel_device()
     reason = unsupported_decode(call, device)
     if reason is not None:
         raise NotImplementedError(f"mosaic decode: {reason}")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.devices import H100, current_device
+from pallas_kernels.devices import kernel_device
 from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.mosaic_prefill_config import (
     MosaicPrefillConfig,
@@ -56,9 +56,8 @@ def paged_attention_mosaic_prefill(
     N, _, K, S, _ = kv_blocks.shape
     G = H // K
     if config is None:
-        device = current_device()
         call = AttentionCall.of(q, kv_blocks, block_tables, window=window)
-        config = pick_mosaic_prefill_config(call, device if device.is_cuda else H100)
+        config = pick_mosaic_prefill_config(call, kernel_device())
     num_tiles = -(-T * G // config.tile_rows)
     R = num_tiles * config.tile_rows  # query rows of a KV head, padding included
     st = Static(

@@ -2,7 +2,16 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels.devices import A100, B200, H100, H200, KNOWN_GPUS, current_device, known_gpu
+from pallas_kernels.devices import (
+    A100,
+    B200,
+    H100,
+    H200,
+    KNOWN_GPUS,
+    current_device,
+    kernel_device,
+    known_gpu,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +37,7 @@ def test_every_kind_is_its_own():
 def test_default_device():
     assert current_device().platform == jax.devices()[0].platform == "cpu"
     assert not current_device().is_cuda
+    assert kernel_device() == H100  # what the interpreters stand for
     with jax.default_device(jax.devices("cpu")[0]):
         assert current_device().platform == "cpu"
 
