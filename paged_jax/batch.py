@@ -23,7 +23,7 @@ from paged_jax.scheduling.plan import PlanRow
 from paged_jax.scheduling.sequence import Sequence
 
 # Columns that change every step, then those that a sequence keeps while it is resident.
-STEP_COLUMNS = ("state_slot", "start", "num_new", "samples", "logits_row")
+STEP_COLUMNS = ("state_slot", "start", "num_new", "samples", "logits_row", "host_token")
 INT_COLUMNS = ("key_high", "key_low", "first_position", "top_k")
 FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 FLOAT_FIELDS = (*FLOAT_COLUMNS[:3], *(f"{name}_penalty" for name in FLOAT_COLUMNS[3:]))
@@ -76,8 +76,8 @@ class BatchLayout:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "state_slot", "start", "num_new", "samples", "logits_row", "base_key", "first_position",
-        "sampler", "tokens", "targets", "block_tables",
+        "state_slot", "start", "num_new", "samples", "logits_row", "host_token", "base_key",
+        "first_position", "sampler", "tokens", "targets", "block_tables",
     ],
     meta_fields=[],
 )  # fmt: skip
@@ -91,8 +91,9 @@ class StepInputs:
       num_new: real new tokens; 0 marks a padding row.
       samples: the row's last position yields the sequence's next token.
       logits_row: the row from whose logits this one samples: its own, but for branches.
+      host_token: in decode, the input token of a row whose state starts anew; else -1.
       base_key: key of the sequence's random stream.
-      first_position: output position of the token that a prefill row samples.
+      first_position: output position of the token that a row samples whose state starts anew.
       sampler: the rows' sampling parameters.
       tokens: token ids (None in decode, where they come from ``RowState``).
       targets: the prompt's next token at each position, 0 where there is none.
@@ -104,6 +105,7 @@ class StepInputs:
     num_new: Int[Array, "B"]
     samples: Bool[Array, "N"]
     logits_row: Int[Array, "N"]
+    host_token: Int[Array, "N"]
     base_key: UInt32[Array, "N 2"]
     first_position: Int[Array, "N"]
     sampler: SamplerInputs
@@ -144,6 +146,7 @@ def unpack(packed: Int[Array, "N C"], layout: BatchLayout) -> StepInputs:
         num_new=column["num_new"][computing],
         samples=column["samples"] != 0,
         logits_row=column["logits_row"],
+        host_token=column["host_token"],
         base_key=jax.lax.bitcast_convert_type(key, jnp.uint32),
         first_position=column["first_position"],
         sampler=sampler,
@@ -196,14 +199,17 @@ class BatchPacker:
         num_rows = layout.num_rows
         packed = np.zeros((num_rows + layout.num_branches, layout.num_columns), np.int32)
         packed[:, 0] = self._num_slots
+        packed[:, NUM_STEP - 1] = -1
         table_offset = layout.table_offset
         for index, row in enumerate(rows):
             sequence, target = row.sequence, packed[index]
-            if not layout.is_decode and row.samples:
+            if row.samples and (row.from_host or not layout.is_decode):
                 self._load_resident(sequence)
+            host_token = sequence.token_slice(row.start, row.start + 1)[0] if row.from_host else -1
             # Only rows that sample touch their state; a prompt's earlier rows use the dummy entry.
             slot = sequence.state_slot if row.samples else self._num_slots
-            target[:NUM_STEP] = (slot, row.start, row.num_new, row.samples, index)
+            step = slot, row.start, row.num_new, row.samples, index, host_token
+            target[:NUM_STEP] = step
             table = self._table_of(sequence.seq_id)
             num_entries = min(len(table), self._table_width)
             target[table_offset : table_offset + num_entries] = table[:num_entries]
@@ -224,7 +230,7 @@ class BatchPacker:
         for target, row in zip(packed, branches, strict=True):
             self._load_resident(row.sequence)
             logits_row = sampling[row.sequence.request]
-            target[:NUM_STEP] = (row.sequence.state_slot, row.start, 0, True, logits_row)
+            target[:NUM_STEP] = (row.sequence.state_slot, row.start, 0, True, logits_row, -1)
         self._pack_resident(packed)
 
     def _load_resident(self, sequence: Sequence) -> None:

@@ -1,40 +1,21 @@
-"""The engine: schedule, execute, update, one step in flight; and the ways to use it.
-
-While the device computes step k+1, the host reads the tokens of step k. The device feeds its own
-samples to itself, so the host never holds it up (docs/design.md, "One step in flight").
-"""
+"""The engine and the ways to use it: all at once, as a stream, or step by step."""
 
 from __future__ import annotations
 
-import itertools
-import threading
-import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-import numpy as np
-
-from paged_jax.blocks.block_manager import BlockManager
-from paged_jax.config import EngineConfig, require
-from paged_jax.executor import JaxExecutor, StepHandle
-from paged_jax.live_request import LiveCompletion, LiveRequest
-from paged_jax.metrics import EngineStats
-from paged_jax.model import Model
+from paged_jax.config import require
+from paged_jax.engine_core import EngineCore
 from paged_jax.output_stream import OutputStream
 from paged_jax.outputs import RequestOutput
-from paged_jax.pool import resolve_num_blocks
-from paged_jax.prompts import Prompt, as_prompt_list, encode_prompt
+from paged_jax.prompts import Prompt, as_prompt_list
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.scheduling.plan import NeedsValues, Plan
-from paged_jax.scheduling.request import Request
-from paged_jax.scheduling.scheduler import Scheduler
-from paged_jax.scheduling.sequence import Sequence
-from paged_jax.text_stream import TextStream
 
 Params = SamplingParams | SequenceOf[SamplingParams] | None
 
 
-class Engine:
+class Engine(EngineCore):
     """Continuous batching over a paged KV pool.
 
     Args:
@@ -57,107 +38,6 @@ class Engine:
     One thread may use an engine at a time. After an exception inside a step the pool's content is
     unknown: every later call says so, and a new engine must be made.
     """
-
-    def __init__(self, model: Model, *, config: EngineConfig | None = None) -> None:
-        config = EngineConfig() if config is None else config
-        require(isinstance(model, Model), f"model={model!r} must be a paged_jax.Model")
-        require(isinstance(config, EngineConfig), f"config={config!r} must be an EngineConfig")
-        self.config = config
-        self.model = model
-        self.num_blocks = resolve_num_blocks(config, model.spec)
-        self.max_model_len = _resolve_max_model_len(config, model, self.num_blocks)
-        self.block_manager = BlockManager(num_blocks=self.num_blocks, block_size=config.block_size)
-        self.scheduler = Scheduler(
-            self.block_manager,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            prefill_row_len=config.prefill_row_len,
-            prefill_chunk_len=config.prefill_chunk_len,
-            max_model_len=self.max_model_len,
-        )
-        self.executor = JaxExecutor(
-            model,
-            config,
-            num_blocks=self.num_blocks,
-            max_model_len=self.max_model_len,
-            table_of=self.block_manager.table_array,
-            seed_of=lambda sequence: self._by_sequence[sequence].seed,
-        )
-        self.stats = EngineStats()
-        self._by_id: dict[str, LiveRequest] = {}
-        self._by_sequence: dict[Sequence, LiveRequest] = {}
-        self._in_flight: tuple[Plan, StepHandle] | None = None
-        self._ready: list[RequestOutput] = []
-        self._dead: BaseException | None = None
-        self._stepping = threading.Lock()
-        self._num_preemptions = 0
-        self._counter = itertools.count()
-        self._seeds = np.random.Generator(np.random.PCG64(config.seed))
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether ``step`` still has work to do or outputs to give."""
-        return bool(self._by_id or self._ready or self._in_flight)
-
-    @property
-    def num_used_blocks(self) -> int:
-        """Blocks that sequences hold now."""
-        return self.block_manager.num_usable - self.block_manager.num_free
-
-    def add_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-    ) -> str:
-        """Queue a prompt.
-
-        Args:
-          prompt: text (needs a tokenizer) or token ids.
-          params: how to sample and when to stop.
-          request_id: a name not in use; None makes one.
-
-        Returns:
-          The request's id.
-
-        Raises:
-          ValueError: the prompt is empty, holds a token outside the vocabulary, or leaves no room
-            for one new token of each completion in ``max_model_len`` or the pool; more completions
-            than ``max_num_seqs`` are asked for; the parameters do not fit the model; the id is in
-            use.
-        """
-        self._check_alive()
-        params = SamplingParams() if params is None else params
-        require(
-            isinstance(params, SamplingParams),
-            f"params={params!r} must be SamplingParams or None",
-        )
-        params.validate_for(self.model.spec.vocab_size)
-        require(
-            not (params.stop and self.model.tokenizer is None),
-            f"stop={params.stop!r} needs a model with a tokenizer",
-        )
-        token_ids = encode_prompt(prompt, self.model)
-        require(
-            request_id is None or isinstance(request_id, str),
-            f"request_id={request_id!r} must be a string or None",
-        )
-        if request_id is None:
-            names = (f"request-{number}" for number in self._counter)
-            request_id = next(name for name in names if name not in self._by_id)
-        request = Request(request_id, token_ids, params, eos_token_ids=self.model.eos_token_ids)
-        group = self.scheduler.add(request)
-        seed = params.seed
-        if seed is None:
-            seed = int(self._seeds.integers(0, 2**64, dtype=np.uint64))
-        completions = tuple(
-            LiveCompletion(one, params, self._text_stream(params)) for one in group.sequences
-        )
-        live = LiveRequest(request_id, completions, params, tuple(token_ids), seed)
-        self._by_id[request_id] = live
-        self._by_sequence.update(dict.fromkeys(group.sequences, live))
-        return request_id
 
     def add_requests(
         self, prompts: Prompt | SequenceOf[Prompt], params: Params = None
@@ -195,49 +75,6 @@ class Engine:
             self._discard(set(request_ids))
             raise
         return request_ids
-
-    def cancel(self, request_id: str) -> bool:
-        """End a request now and free its blocks; its last output comes with the next ``step``.
-
-        Returns:
-          Whether there was such a request; cancelling twice or an unknown id does nothing.
-        """
-        live = self._by_id.get(request_id)
-        if live is None:
-            return False
-        self.scheduler.cancel(request_id)
-        self._ready.append(live.output())
-        self._forget(live)
-        return True
-
-    def step(self) -> list[RequestOutput]:
-        """Dispatch the next step, then collect the one before it.
-
-        Returns:
-          An output for every request that got tokens or ended; with ``best_of`` above ``n`` only
-          when it ended.
-
-        Raises:
-          RuntimeError: an earlier step failed, so the pool's content is unknown; or another thread
-            is inside a step (that one goes on).
-          FloatingPointError: NaN logits, with ``EngineConfig.check_logits``.
-        """
-        self._check_alive()
-        if not self._stepping.acquire(blocking=False):
-            raise RuntimeError(
-                "this engine is inside a step already: one thread at a time may use it"
-            )
-        begin = time.perf_counter()
-        try:
-            outputs, self._ready = self._ready, []
-            outputs += self._step()
-        except BaseException as error:
-            self._dead = error
-            raise
-        finally:
-            self._stepping.release()
-        self.stats.step_seconds += time.perf_counter() - begin
-        return outputs
 
     def generate(
         self, prompts: Prompt | SequenceOf[Prompt], params: Params = None
@@ -294,107 +131,3 @@ class Engine:
         for request_id in request_ids:
             self.cancel(request_id)
         self._ready = [output for output in self._ready if output.request_id not in request_ids]
-
-    def _step(self) -> list[RequestOutput]:
-        outputs: list[RequestOutput] = []
-        plan = self._schedule()
-        if isinstance(plan, NeedsValues):
-            outputs += self._collect()
-            plan = self._schedule()
-            assert not isinstance(plan, NeedsValues)  # nothing is in flight any more
-        handle = None
-        if not plan.is_empty:
-            handle = self.executor.execute(plan)
-            self._count(plan, handle)
-        outputs += self._collect()
-        if handle is not None:
-            self._in_flight = (plan, handle)
-        if self.config.debug_integrity:
-            self.scheduler.check_integrity()
-        return outputs
-
-    def _schedule(self) -> Plan | NeedsValues:
-        begin = time.perf_counter()
-        plan = self.scheduler.schedule()
-        self.stats.schedule_seconds += time.perf_counter() - begin
-        return plan
-
-    def _collect(self) -> list[RequestOutput]:
-        """Wait for the step in flight, if any, and hand its values out."""
-        if self._in_flight is None:
-            return []
-        (plan, handle), self._in_flight = self._in_flight, None
-        result = handle.result()
-        now = time.monotonic()
-        entries = dict(
-            zip((row.sequence for row in plan.sampling_rows), result.logprobs, strict=True)
-        )
-        begin = time.perf_counter()
-        updates = self.scheduler.update(plan, result.token_ids)
-        self.stats.schedule_seconds += time.perf_counter() - begin
-        self.stats.num_output_tokens += len(updates)
-        for sequence, position, entry in result.prompt_logprobs:
-            if sequence in self._by_sequence:
-                self._by_sequence[sequence].take_prompt_entry(position, entry)
-        # A request that only scores its prompt ends without a token.
-        changed = {row.sequence: None for row in plan.prefill_rows if row.sequence.is_finished}
-        for sequence, token_id in updates:
-            changed[sequence] = None
-            live = self._by_sequence[sequence]
-            stopped = live.take_token(sequence, token_id, entries[sequence], now)
-            if stopped is not None:
-                self.scheduler.finish(sequence, "stop", stopped)
-        lives = dict.fromkeys(self._by_sequence[s] for s in changed if s in self._by_sequence)
-        outputs = [live.output() for live in lives if live.has_output]
-        for live in lives:
-            if live.is_finished:
-                self._forget(live)
-        return outputs
-
-    def _forget(self, live: LiveRequest) -> None:
-        del self._by_id[live.request_id]
-        for completion in live.completions:
-            del self._by_sequence[completion.sequence]
-
-    def _count(self, plan: Plan, handle: StepHandle) -> None:
-        stats, manager = self.stats, self.block_manager
-        stats.num_steps += 1
-        stats.num_prompt_tokens += sum(row.num_new for row in plan.prefill_rows)
-        stats.num_positions += handle.num_positions
-        stats.num_padding_positions += handle.num_positions - handle.num_real_positions
-        stats.num_copied_blocks += len(plan.copies)
-        num_preemptions = self.scheduler.num_preemptions
-        stats.num_preemptions += num_preemptions - self._num_preemptions
-        self._num_preemptions = num_preemptions
-        stats.pack_seconds += handle.pack_seconds
-        blocks = manager.stats()
-        stats.peak_used_blocks = max(stats.peak_used_blocks, blocks.used)
-        stats.used_slots += blocks.used * manager.block_size
-        stats.filled_slots += blocks.filled
-
-    def _text_stream(self, params: SamplingParams) -> TextStream | None:
-        if self.model.tokenizer is None:
-            return None
-        return TextStream(
-            self.model.tokenizer.token_bytes,
-            stop=tuple(params.stop),
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
-
-    def _check_alive(self) -> None:
-        if self._dead is not None:
-            raise RuntimeError(
-                "this engine stopped in a step "
-                f"({type(self._dead).__name__}: {self._dead}); make a new one"
-            ) from self._dead
-
-
-def _resolve_max_model_len(config: EngineConfig, model: Model, num_blocks: int) -> int:
-    longest = model.spec.max_position
-    require(
-        config.max_model_len is None or config.max_model_len <= longest,
-        f"max_model_len={config.max_model_len} must be at most the model's {longest}",
-    )
-    room = (num_blocks - 1) * config.block_size
-    return min(config.max_model_len or longest, room)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection
@@ -14,14 +13,13 @@ import numpy as np
 from paged_jax.batch import BatchLayout, BatchPacker, padded_rows, row_buckets
 from paged_jax.config import EngineConfig
 from paged_jax.model import Model
-from paged_jax.outputs import PositionLogprobs
 from paged_jax.pool import KVPool
 from paged_jax.row_state import create, load_counts, with_penalties, without_penalties
 from paged_jax.sampling.inputs import LOGPROB_WIDTHS, SamplerFlags, next_width, sampler_flags
-from paged_jax.sampling.logprobs import TokenLogprobs
 from paged_jax.scheduling.plan import Plan, PlanRow
 from paged_jax.scheduling.sequence import Sequence
-from paged_jax.step import StepOutputs, make_block_copy, make_step
+from paged_jax.step import make_block_copy, make_step
+from paged_jax.step_result import Dispatch, StepHandle, prompt_logprobs_of
 from pallas_kernels.backends import GPU_BACKENDS
 from pallas_kernels.block_copy import check_copies
 from pallas_kernels.devices import current_device
@@ -30,92 +28,6 @@ from pallas_kernels.devices import current_device
 PROMPT_LOGPROB_ROWS = 4
 COPY_BUCKET = 64
 FEW_BRANCHES = 8
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepResult:
-    """The values that a plan's step yielded, on the host.
-
-    Attributes:
-      token_ids: a token for each sampling row of the plan, in ``Plan.sampling_rows`` order.
-      logprobs: likewise; None where the row asked for none.
-      prompt_logprobs: (sequence, position, entry) for prompt positions that asked.
-    """
-
-    token_ids: list[int]
-    logprobs: list[PositionLogprobs | None]
-    prompt_logprobs: list[tuple[Sequence, int, PositionLogprobs]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Dispatch:
-    """One program of a step.
-
-    Attributes:
-      rows: those that compute; row i is entry i of the outputs.
-      branches: those that only sample.
-      num_rows: padded number of the first; branch i is entry ``num_rows + i`` of the outputs.
-      outputs: what they yield, on the device.
-    """
-
-    rows: list[PlanRow]
-    branches: list[PlanRow]
-    num_rows: int
-    outputs: StepOutputs
-
-    def sampling_rows(self) -> list[tuple[int, PlanRow]]:
-        """Entry in the outputs, and row, of each that samples."""
-        sampling = [(index, row) for index, row in enumerate(self.rows) if row.samples]
-        return sampling + list(enumerate(self.branches, start=self.num_rows))
-
-
-@dataclasses.dataclass(slots=True)
-class StepHandle:
-    """A dispatched step whose values are still on the device.
-
-    Attributes:
-      sampling_rows: the plan's, in the order of a result's tokens.
-      dispatches: the programs that the plan became.
-      check_logits: look for NaN.
-      num_positions: token positions computed, padding included.
-      num_real_positions: of those, real tokens.
-      pack_seconds: host time in making the arrays.
-    """
-
-    sampling_rows: list[PlanRow]
-    dispatches: list[Dispatch]
-    check_logits: bool
-    num_positions: int = 0
-    num_real_positions: int = 0
-    pack_seconds: float = 0.0
-
-    def result(self) -> StepResult:
-        """Wait for the step and fetch its values.
-
-        Raises:
-          FloatingPointError: a row's logits hold NaN and ``EngineConfig.check_logits`` is set.
-        """
-        result = StepResult([], [], [])
-        sampled: dict[Sequence, tuple[int, PositionLogprobs | None]] = {}
-        for dispatch in self.dispatches:
-            rows, outputs = dispatch.rows, dispatch.outputs
-            if self.check_logits:
-                _raise_on_nan(rows, np.asarray(outputs.sampled.has_nan))
-            if outputs.prompt is not None:
-                result.prompt_logprobs.extend(_prompt_entries(rows, outputs.prompt))
-            sampling = dispatch.sampling_rows()
-            if not sampling:
-                continue
-            token_ids = np.asarray(outputs.sampled.tokens).tolist()
-            entries = _sampled_entries(sampling, outputs, token_ids)
-            for index, row in sampling:
-                sampled[row.sequence] = token_ids[index], entries.get(index)
-        # Programs take rows by kind, so their order is not the plan's.
-        for row in self.sampling_rows:
-            token_id, entry = sampled[row.sequence]
-            result.token_ids.append(token_id)
-            result.logprobs.append(entry)
-        return result
 
 
 class JaxExecutor:
@@ -204,8 +116,8 @@ class JaxExecutor:
         self._load_penalties(plan)
         rows = plan.prefill_rows + plan.branch_rows + plan.decode_rows
         flags = _flags_of({row.sequence for row in rows})
-        plain = [row for row in plan.prefill_rows if _prompt_logprobs_of(row) is None]
-        scored = [row for row in plan.prefill_rows if _prompt_logprobs_of(row) is not None]
+        plain = [row for row in plan.prefill_rows if prompt_logprobs_of(row) is None]
+        scored = [row for row in plan.prefill_rows if prompt_logprobs_of(row) is not None]
         for kind, most in ((plain, self._prefill_buckets[-1]), (scored, PROMPT_LOGPROB_ROWS)):
             for start in range(0, len(kind), most):
                 rows = kind[start : start + most]
@@ -242,12 +154,12 @@ class JaxExecutor:
         *,
         num_branches: int,
     ) -> BatchLayout:
-        prompt_logprobs = None if is_decode else _prompt_logprobs_of(rows[0])
+        prompt_logprobs = None if is_decode else prompt_logprobs_of(rows[0])
         buckets = self._decode_buckets if is_decode else self._prefill_buckets
         num_rows = padded_rows(len(rows), buckets)
         if prompt_logprobs is not None:
             # One top-N for all scored rows of the dispatch, so that N makes few programs.
-            wanted = max(_prompt_logprobs_of(row) or 0 for row in rows)
+            wanted = max(prompt_logprobs_of(row) or 0 for row in rows)
             prompt_logprobs = next_width("prompt_logprobs", wanted, LOGPROB_WIDTHS)
             num_rows = PROMPT_LOGPROB_ROWS
         return BatchLayout(
@@ -280,7 +192,8 @@ class JaxExecutor:
             return
         if self.state.output_counts is None:
             self.state = self._with_penalties(self.state)
-        for row in plan.prefill_rows + plan.branch_rows:
+        new = [row for row in plan.decode_rows if row.from_host]
+        for row in plan.prefill_rows + plan.branch_rows + new:
             sequence = row.sequence
             if not (row.samples and sequence.request.params.needs_penalties):
                 continue
@@ -324,59 +237,3 @@ def _branches_of(rows: SequenceOf[PlanRow], plan: Plan) -> list[PlanRow]:
         return []
     requests = {row.sequence.request for row in rows if row.samples}
     return [row for row in plan.branch_rows if row.sequence.request in requests]
-
-
-def _prompt_logprobs_of(row: PlanRow) -> int | None:
-    return row.sequence.request.params.prompt_logprobs
-
-
-def _raise_on_nan(rows: SequenceOf[PlanRow], has_nan: np.ndarray) -> None:
-    bad = [row for row, is_nan in zip(rows, has_nan, strict=False) if is_nan]
-    if bad:
-        ids = sorted({str(row.sequence.request.request_id) for row in bad})
-        raise FloatingPointError(f"NaN logits for {', '.join(ids)}: the model's weights or a bug")
-
-
-def _sampled_entries(
-    rows: SequenceOf[tuple[int, PlanRow]], outputs: StepOutputs, token_ids: list[int]
-) -> dict[int, PositionLogprobs]:
-    """By entry in the outputs: the log-probabilities of rows that want them."""
-    if outputs.sampled.logprobs is None:
-        return {}
-    chosen, ranks, top_ids, top_logprobs = _fetch(outputs.sampled.logprobs)
-    entries: dict[int, PositionLogprobs] = {}
-    for index, row in rows:
-        wanted = row.sequence.request.params.num_logprobs
-        if wanted is not None:
-            top = _top(top_ids[index], top_logprobs[index], wanted)
-            values = float(chosen[index]), int(ranks[index])
-            entries[index] = PositionLogprobs(token_ids[index], *values, top)
-    return entries
-
-
-def _prompt_entries(
-    rows: SequenceOf[PlanRow], logprobs: TokenLogprobs
-) -> list[tuple[Sequence, int, PositionLogprobs]]:
-    chosen, ranks, top_ids, top_logprobs = _fetch(logprobs)
-    found = []
-    for index, row in enumerate(rows):
-        prompt = row.sequence.prompt_token_ids
-        wanted = _prompt_logprobs_of(row) or 0
-        for offset in range(row.num_new):
-            position = row.start + offset + 1
-            if position >= len(prompt):
-                break
-            top = _top(top_ids[index, offset], top_logprobs[index, offset], wanted)
-            at = (index, offset)
-            entry = PositionLogprobs(prompt[position], float(chosen[at]), int(ranks[at]), top)
-            found.append((row.sequence, position, entry))
-    return found
-
-
-def _fetch(logprobs: TokenLogprobs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    fields = (logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs)
-    return tuple(np.asarray(field) for field in fields)  # pyright: ignore[reportReturnType]
-
-
-def _top(ids: np.ndarray, logprobs: np.ndarray, wanted: int) -> tuple[tuple[int, float], ...]:
-    return tuple(zip(ids[:wanted].tolist(), logprobs[:wanted].tolist(), strict=True))

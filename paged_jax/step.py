@@ -106,7 +106,8 @@ def _run_model(
     """Compute the rows' new positions; return the pool and logits ``[B, 1 or T, V]``."""
     tokens = inputs.tokens
     if tokens is None:
-        tokens = state.last_token[inputs.state_slot][:, None]  # [B, 1]
+        host_token, last_token = inputs.host_token, state.last_token[inputs.state_slot]
+        tokens = jnp.where(host_token >= 0, host_token, last_token)[:, None]  # [B, 1]
     offsets = jnp.arange(layout.num_new, dtype=jnp.int32)
     is_new = offsets < inputs.num_new[:, None]
     positions = jnp.where(is_new, inputs.start[:, None] + offsets, 0)
@@ -146,9 +147,11 @@ def _sample_rows(
 ) -> tuple[RowState, SampleResult]:
     """Draw each row's next token and remember it for the next step."""
     slots = inputs.state_slot
-    if not layout.is_decode:
-        unread = jnp.zeros_like(slots)  # overwritten by the token that is sampled below
-        state = start_rows(state, slots, unread, inputs.first_position, inputs.base_key)
+    new_slots = slots
+    if layout.is_decode:
+        new_slots = jnp.where(inputs.host_token >= 0, slots, state.num_rows)
+    unread = jnp.zeros_like(slots)  # overwritten by the token that is sampled below
+    state = start_rows(state, new_slots, unread, inputs.first_position, inputs.base_key)
     sampled = sample(logits, inputs.sampler, state, slots, flags=layout.flags)
     return record(state, slots, sampled.tokens), sampled
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 
 from paged_jax.blocks.block_manager import BlockManager
 from paged_jax.scheduling.group import SequenceGroup
-from paged_jax.scheduling.integrity import Queues, check_queues
 from paged_jax.scheduling.limits import capped_max_tokens
+from paged_jax.scheduling.lineup import Lineup
 from paged_jax.scheduling.plan import NEEDS_VALUES, NeedsValues, Plan, PlanRow
 from paged_jax.scheduling.prompt_rows import PromptBudget, blocks_owed, plan_chunk
 from paged_jax.scheduling.request import Request
@@ -75,15 +74,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
-        # All three are in arrival order, everyone preempted is later than everyone running, and
-        # everyone waiting is later still.
-        self._running: OrderedDict[SequenceGroup, None] = OrderedDict()
-        self._preempted: OrderedDict[SequenceGroup, None] = OrderedDict()
-        self._waiting: OrderedDict[SequenceGroup, None] = OrderedDict()
-        self._live: dict[Hashable, SequenceGroup] = {}
-        self._free_slots = list(range(max_num_seqs))[::-1]
-        # Most blocks that the running groups can come to hold.
-        self._worst_case_blocks = 0
+        self._lineup = Lineup(max_num_seqs)
         self._num_added = 0
         self._num_sequences = 0
         self._num_steps = 0
@@ -92,27 +83,28 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks."""
-        return sum(len(group.with_tables) for group in self._running)
+        return sum(len(group.with_tables) for group in self._lineup.running)
 
     @property
     def num_waiting(self) -> int:
         """Requests that have not started yet."""
-        return len(self._waiting)
+        return len(self._lineup.waiting)
 
     @property
     def num_preempted(self) -> int:
         """Requests that lost their blocks and wait to resume."""
-        return len(self._preempted)
+        return len(self._lineup.preempted)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request lives."""
-        return bool(self._live)
+        return bool(self._lineup.live)
 
     @property
     def running(self) -> tuple[Sequence, ...]:
         """The sequences that hold blocks, in arrival order."""
-        return tuple(sequence for group in self._running for sequence in group.with_tables)
+        groups = self._lineup.running
+        return tuple(sequence for group in groups for sequence in group.with_tables)
 
     @property
     def max_prefill_rows(self) -> int:
@@ -127,8 +119,8 @@ class Scheduler:
             ``max_tokens=0``: does not fit itself) in ``max_model_len`` or in the whole pool, the
             request wants more sequences than ``max_num_seqs``, or a live request has the same id.
         """
-        if request.request_id in self._live:
-            other = self._live[request.request_id].sequences[0]
+        other = self._lineup.live.get(request.request_id)
+        if other is not None:
             raise ValueError(f"request_id={request.request_id!r} must be new, it is live: {other}")
         max_tokens = capped_max_tokens(
             request,
@@ -141,13 +133,12 @@ class Scheduler:
         group = SequenceGroup(request, first_seq_id=self._num_sequences, max_tokens=max_tokens)
         self._num_added += 1
         self._num_sequences += request.num_samples
-        self._live[request.request_id] = group
-        self._waiting[group] = None
+        self._lineup.add(group)
         return group
 
     def cancel(self, request_id: Hashable) -> bool:
         """End a request in whatever state it is; False when no live request has that id."""
-        group = self._live.get(request_id)
+        group = self._lineup.live.get(request_id)
         if group is None:
             return False
         for sequence in tuple(group.live):
@@ -166,16 +157,9 @@ class Scheduler:
             if reason == "stop" and sequence.finish_reason == "length":
                 sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return False
-        group, status = self._group_of(sequence), sequence.status
-        group.live.remove(sequence)
-        if status is SequenceStatus.RUNNING:
-            self._release(sequence)
-        if not group.live:
-            self._queue_of(status).pop(group)
-            if status is SequenceStatus.RUNNING:
-                self._worst_case_blocks -= group.worst_case_blocks
-            del self._live[sequence.request.request_id]
-        sequence.status = SequenceStatus.FINISHED
+        if self._manager.has_table(sequence.seq_id):
+            self._manager.free(sequence.seq_id)
+        self._lineup.end(sequence)
         sequence.num_pending = 0
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         return True
@@ -193,7 +177,7 @@ class Scheduler:
         self._manager.begin_step()
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
-        for group in self._running:
+        for group in self._lineup.running:
             for sequence in group.with_tables:
                 if sequence.num_computed < sequence.num_prefill:
                     prefilling.append(sequence)
@@ -260,24 +244,7 @@ class Scheduler:
           RuntimeError: with the numbers, if not.
         """
         self._manager.check_integrity()
-        queues = Queues(
-            running=self._running,
-            preempted=self._preempted,
-            waiting=self._waiting,
-            live=self._live.values(),
-            free_slots=self._free_slots,
-            num_slots=self._max_num_seqs,
-            worst_case_blocks=self._worst_case_blocks,
-        )
-        check_queues(queues, self._manager)
-
-    def _group_of(self, sequence: Sequence) -> SequenceGroup:
-        return self._live[sequence.request.request_id]
-
-    def _queue_of(self, status: SequenceStatus) -> OrderedDict[SequenceGroup, None]:
-        if status is SequenceStatus.RUNNING:
-            return self._running
-        return self._preempted if status is SequenceStatus.PREEMPTED else self._waiting
+        self._lineup.check_integrity(self._manager)
 
     def _make_room(self, decoding: list[Sequence], prefilling: list[Sequence]) -> bool:
         """Preempt until every decoding sequence can append; False to wait for values first."""
@@ -287,12 +254,12 @@ class Scheduler:
         while manager.num_new_blocks_for([s.seq_id for s in decoding]) > manager.num_free:
             if self._num_in_flight:
                 return False
-            if len(self._running) == 1:
+            if len(self._lineup.running) == 1:
                 raise RuntimeError(
                     f"the one running request needs a block, {manager.num_free} of "
                     f"{manager.num_usable} are free, and it holds the rest: {self.running[0]}"
                 )
-            victim = next(reversed(self._running))
+            victim = self._lineup.latest
             for sequences in (decoding, prefilling):
                 while sequences and sequences[-1].request is victim.request:
                     sequences.pop()
@@ -317,17 +284,13 @@ class Scheduler:
         )
         debt = 0
         for sequence in prefilling:
-            group = self._group_of(sequence)
+            group = self._lineup.group_of(sequence)
             plan_chunk(plan, group, sequence, budget, manager)
             debt += blocks_owed(group, sequence, manager)
-        while budget.num_tokens and budget.num_rows and self._free_slots:
-            line = self._preempted or self._waiting
-            if not line:
+        while budget.num_tokens and budget.num_rows and self._lineup.free_slots:
+            group = self._lineup.next
+            if group is None or not self._can_start(group, debt):
                 return
-            group = next(iter(line))
-            if not self._can_start(group, debt):
-                return
-            del line[group]
             self._start(group)
             plan.admitted.extend(group.live)
             plan_chunk(plan, group, group.leader, budget, manager)
@@ -336,44 +299,33 @@ class Scheduler:
     def _can_start(self, group: SequenceGroup, debt: int) -> bool:
         """Whether all known tokens fit beside the prompts in progress, which ``debt`` blocks."""
         manager, num_live = self._manager, len(group.live)
-        if num_live > len(self._free_slots):
+        if num_live > len(self._lineup.free_slots):
             return False
         worst_case = group.max_blocks(manager.block_size)
         num_blocks = group.known_blocks(manager.block_size) + num_live
         if min(num_blocks, worst_case) + debt > manager.num_free:
             return False
         can_be_preempted = group.num_preemptions < _MAX_OPTIMISTIC_PREEMPTIONS
-        return can_be_preempted or self._worst_case_blocks + worst_case <= manager.num_usable
+        if can_be_preempted:
+            return True
+        return self._lineup.worst_case_blocks + worst_case <= manager.num_usable
 
     def _start(self, group: SequenceGroup) -> None:
         group.needs_fork = len(group.live) > 1
-        group.worst_case_blocks = group.max_blocks(self._manager.block_size)
-        self._worst_case_blocks += group.worst_case_blocks
-        self._running[group] = None
+        most = group.max_blocks(self._manager.block_size)
+        self._lineup.start(group, worst_case_blocks=most)
         for sequence in group.live:
-            sequence.state_slot = self._free_slots.pop()
-            sequence.status = SequenceStatus.RUNNING
             sequence.num_prefill = sequence.num_tokens
 
     def _preempt(self, group: SequenceGroup) -> None:
         num_shared = group.leader.num_prompt
-        del self._running[group]
-        self._worst_case_blocks -= group.worst_case_blocks
         for sequence in group.live:
             is_leader = sequence is group.leader
             num_own = sequence.num_computed - (0 if is_leader else num_shared)
             self.num_preemptions += 1
             self.num_recomputed_tokens += max(num_own, 0)
-            self._release(sequence)
+            if self._manager.has_table(sequence.seq_id):
+                self._manager.free(sequence.seq_id)
             sequence.num_preemptions += 1
             sequence.num_computed = 0
-            sequence.status = SequenceStatus.PREEMPTED
-        self._preempted[group] = None
-        self._preempted.move_to_end(group, last=False)
-
-    def _release(self, sequence: Sequence) -> None:
-        """Take back blocks and state slot of a running sequence: the one place that frees them."""
-        if self._manager.has_table(sequence.seq_id):
-            self._manager.free(sequence.seq_id)
-        self._free_slots.append(sequence.state_slot)
-        sequence.state_slot = -1
+        self._lineup.put_back(group)

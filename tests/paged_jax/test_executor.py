@@ -3,12 +3,20 @@
 import numpy as np
 import pytest
 from suites import hash_model
-from suites.engine_runs import check_greedy, drive, greedy, make_engine, random_prompts, run_all
+from suites.engine_runs import (
+    check_greedy,
+    drive,
+    greedy,
+    make_engine,
+    random_prompts,
+    run_all,
+    sampled,
+)
 from suites.small_models import nan_model
 
 from paged_jax import Engine, count_compilations
 from paged_jax.executor import COPY_BUCKET
-from paged_jax.scheduling.plan import Plan
+from paged_jax.scheduling.plan import NeedsValues, Plan
 
 # (prompt length, asks for prompt logprobs): rows of both kinds in every order.
 MIXES = [
@@ -126,3 +134,30 @@ def test_nan_logits_name_the_requests():
 def test_a_gpu_backend_without_a_gpu_is_refused_when_the_engine_is_made(backend):
     with pytest.raises(NotImplementedError, match=f"attention_backend='{backend}' needs an NVIDIA"):
         make_engine(attention_backend=backend)
+
+
+def test_rows_that_start_from_the_host_yield_the_same_tokens():
+    """As after a swap or a beam's fork: token, random stream and counts come with the row."""
+    prompts = random_prompts(8, [9, 3, 6])
+    params = [
+        sampled(10, seed=3, repetition_penalty=1.3, frequency_penalty=0.3),
+        sampled(12, seed=4),
+        sampled(9, seed=5, n=2),
+    ]
+    expected = run_all(make_engine(num_blocks=60), prompts, params)
+    engine = make_engine(num_blocks=60)
+    schedule = engine.scheduler.schedule
+    ready = []
+
+    def from_host():
+        ready.extend(engine._collect())
+        engine._ready, ready[:] = engine._ready + ready, []
+        plan = schedule()
+        if not isinstance(plan, NeedsValues):
+            plan.decode_rows = [row._replace(from_host=True) for row in plan.decode_rows]
+        return plan
+
+    engine.scheduler.schedule = from_host
+    outputs = run_all(engine, prompts, params)
+    for mine, theirs in zip(outputs, expected, strict=True):
+        assert [one.token_ids for one in mine.outputs] == [one.token_ids for one in theirs.outputs]

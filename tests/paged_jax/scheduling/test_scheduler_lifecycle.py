@@ -241,12 +241,12 @@ class TestIntegrity:
             scheduler.check_integrity()
 
     def test_order(self, scheduler):
-        scheduler._running.move_to_end(next(iter(scheduler._running)))
+        scheduler._lineup.running.move_to_end(next(iter(scheduler._lineup.running)))
         with pytest.raises(RuntimeError, match="arrival order broken"):
             scheduler.check_integrity()
 
     def test_forgotten_request(self, scheduler):
-        del scheduler._live[0]
+        del scheduler._lineup.live[0]
         with pytest.raises(RuntimeError, match="live requests broken"):
             scheduler.check_integrity()
 
@@ -256,13 +256,13 @@ class TestIntegrity:
             scheduler.check_integrity()
 
     def test_worst_case(self, scheduler):
-        scheduler._worst_case_blocks += 1
+        scheduler._lineup.worst_case_blocks += 1
         with pytest.raises(RuntimeError, match="worst case broken"):
             scheduler.check_integrity()
 
     def test_more_blocks_than_counted(self, scheduler):
-        group = next(iter(scheduler._running))
-        scheduler._worst_case_blocks -= group.worst_case_blocks - 1
+        group = next(iter(scheduler._lineup.running))
+        scheduler._lineup.worst_case_blocks -= group.worst_case_blocks - 1
         group.worst_case_blocks = 1
         with pytest.raises(RuntimeError, match=r"holds 2 blocks, counted 1, at most 3"):
             scheduler.check_integrity()
@@ -277,7 +277,7 @@ class TestIntegrity:
             scheduler.check_integrity()
 
     def test_waiting_with_a_slot(self, scheduler):
-        next(iter(scheduler._waiting)).leader.state_slot = 2
+        next(iter(scheduler._lineup.waiting)).leader.state_slot = 2
         with pytest.raises(RuntimeError, match="is in the waiting queue with state_slot=2"):
             scheduler.check_integrity()
 
