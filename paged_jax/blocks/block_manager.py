@@ -9,6 +9,7 @@ from paged_jax.blocks.block_moves import BlockCopy, BlockSwap
 from paged_jax.blocks.block_stats import BlockStats, check_copies, check_tables
 from paged_jax.blocks.block_table import BlockTable
 from paged_jax.blocks.block_tables import BlockTables, require_positive
+from paged_jax.blocks.events import BlockEvent
 from paged_jax.blocks.namespace import Namespace
 from paged_jax.blocks.prefix_cache import PrefixMatch, PrefixStats
 from paged_jax.blocks.publishing import publish, publish_whole
@@ -44,6 +45,8 @@ class BlockManager(BlockTables):
       free_blocks: see ``BlockPool``.
       num_host_blocks: blocks of the host pool that ``swap_out`` moves to, its block 0, which is
         never used, included; 0: no host pool.
+      tracks_freed: remember which blocks become free, for ``take_freed``.
+      observer: called with every ``BlockEvent``, in order; it must not call the manager.
 
     Raises:
       ValueError: ``block_size`` < 1, ``num_host_blocks`` is 1 or < 0, or as ``BlockPool``.
@@ -82,9 +85,9 @@ class BlockManager(BlockTables):
             raise ValueError(message)
         if not self.can_allocate(num_tokens, prefix=prefix):
             return False
-        blocks = [] if prefix is None else self._share_prefix(prefix, num_tokens)
-        blocks += self._take(self.blocks_for(num_tokens) - len(blocks))
-        table = BlockTable(blocks, num_tokens=num_tokens)
+        blocks = [] if prefix is None else self._share_prefix(seq_id, prefix, num_tokens)
+        new_blocks = self._take(self.blocks_for(num_tokens) - len(blocks))
+        table = BlockTable(blocks + new_blocks, num_tokens=num_tokens)
         table.write_step = self._step
         if prefix is not None:
             table.num_written = prefix.num_tokens
@@ -92,6 +95,8 @@ class BlockManager(BlockTables):
             self._queries = self._queries.count(prefix)
         self._tables[seq_id] = table
         self._num_table_tokens += num_tokens
+        if self._observer is not None:
+            self._observer(BlockEvent("allocate", "new", seq_id, new_blocks, (), num_tokens))
         return True
 
     def lookup(self, namespace: Namespace, token_ids: Sequence[int]) -> PrefixMatch:
@@ -124,9 +129,12 @@ class BlockManager(BlockTables):
         """
         table = self._table(seq_id)
         _require_written(table, begin + len(token_ids), self._step)
-        return publish(
+        before = self._cache.next_id
+        num_published = publish(
             table, self._cache, namespace, token_ids, begin=begin, block_size=self.block_size
         )
+        self._tell_cached("publish", seq_id, before)
+        return num_published
 
     def num_published(self, seq_id: int) -> int:
         """Leading positions of a sequence whose tokens are cached, in its blocks or in others'."""
@@ -158,14 +166,22 @@ class BlockManager(BlockTables):
                 f"seq_id={seq_id}, which must have no holes (it has {table.num_holes})"
             )
         _require_written(table, len(token_ids), self._step)
-        self._busy.release(
-            publish_whole(
-                table, self._cache, self._pool, namespace, token_ids, block_size=self.block_size
-            )
+        before = self._cache.next_id
+        replaced = publish_whole(
+            table, self._cache, self._pool, namespace, token_ids, block_size=self.block_size
         )
+        self._busy.release(replaced)
         del self._tables[seq_id]
         self._num_pins += 1
         self._pinned[self._num_pins] = table
+        self._tell_cached("pin", seq_id, before)
+        if self._observer is not None:
+            blocks, num_tokens = list(table.blocks), table.num_tokens
+            self._observer(
+                BlockEvent("share", "pin", seq_id, blocks, (), num_tokens, None, self._num_pins)
+            )
+            if replaced:
+                self._observer(BlockEvent("release", "pin", blocks=replaced))
         return self._num_pins
 
     def unpin(self, pin_id: int) -> None:
@@ -179,6 +195,8 @@ class BlockManager(BlockTables):
         table = self._pinned.pop(pin_id)
         self._num_table_tokens -= table.num_tokens
         self._busy.release(table.held)
+        if self._observer is not None:
+            self._observer(BlockEvent("release", "unpin", blocks=table.held, pin_id=pin_id))
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
         """Whether the host pool has room for these sequences now."""
@@ -211,6 +229,9 @@ class BlockManager(BlockTables):
                 del self._tables[seq_id]
                 self._num_table_tokens -= self._num_resident(table)
                 self._busy.release(table.held)
+                if self._observer is not None:
+                    host = self._host.tables[seq_id].held
+                    self._observer(BlockEvent("swap_out", "preempt", seq_id, table.held, host))
         return swaps
 
     def num_swapped_blocks(self, seq_ids: Sequence[int]) -> int:
@@ -246,6 +267,9 @@ class BlockManager(BlockTables):
             table.swap_step = self._step
             self._tables[seq_id] = table
             self._num_table_tokens += self._num_resident(table)
+            if self._observer is not None:
+                host = self._host.tables[seq_id].held
+                self._observer(BlockEvent("swap_in", "resume", seq_id, host, list(table.held)))
         self._busy.busy.update(targets)
         return self._host.give_back(seq_ids, sources, targets)
 
@@ -276,10 +300,11 @@ class BlockManager(BlockTables):
         if num_tokens != self._num_table_tokens:
             raise RuntimeError(f"tables hold {num_tokens} tokens, counted {self._num_table_tokens}")
 
-    def _share_prefix(self, prefix: PrefixMatch, num_tokens: int) -> list[int]:
+    def _share_prefix(self, seq_id: int, prefix: PrefixMatch, num_tokens: int) -> list[int]:
         """The first blocks of a new table; references come before anything is evicted."""
         self._pool.share(prefix.blocks)
         blocks = list(prefix.blocks)
+        self._tell_shared(seq_id, blocks, len(blocks) * self.block_size)
         if prefix.partial is None:
             return blocks
         src = prefix.partial.block
@@ -287,10 +312,24 @@ class BlockManager(BlockTables):
         if src in self._pool.idle and num_new == self.num_free:
             # No room for a copy beside its source: the block itself is taken.
             self._pool.share((src,))
-            self._cache.forget(src)
+            self._tell_shared(seq_id, [src], prefix.num_tokens)
+            self._forget(src, "take")
             return [*blocks, src]
         self._busy.hold(src)
-        return [*blocks, self._copy(src)]
+        dst = self._copy(src)
+        if self._observer is not None:
+            self._observer(BlockEvent("copy", "prefix", seq_id, (src,), (dst,), prefix.num_tokens))
+        return [*blocks, dst]
+
+    def _tell_shared(self, seq_id: int, blocks: list[int], num_tokens: int) -> None:
+        if blocks and self._observer is not None:
+            self._observer(BlockEvent("share", "prefix", seq_id, list(blocks), (), num_tokens))
+
+    def _tell_cached(self, reason: str, seq_id: int, first_node_id: int) -> None:
+        if self._observer is not None:
+            blocks = self._cache.blocks_since(first_node_id)
+            if blocks:
+                self._observer(BlockEvent("cache", reason, seq_id, blocks))
 
 
 def _require_written(table: BlockTable, end: int, step: int) -> None:

@@ -22,6 +22,13 @@ class BlockSwap(NamedTuple):
     host: int
 
 
+class FreedBlocks(NamedTuple):
+    """Blocks of the device pool and of the host pool that have become free."""
+
+    device: list[int]
+    host: list[int]
+
+
 class BusyBlocks:
     """The blocks of one pool that this step's copies and swaps read or write.
 

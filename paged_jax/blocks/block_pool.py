@@ -30,6 +30,7 @@ class BlockPool:
       num_blocks: blocks of the pool, the null block included; at least 2.
       free_blocks: the order in which blocks are handed out while none has been released, a
         permutation of ``1 .. num_blocks - 1``; ascending by default.
+      tracks_freed: remember which blocks become free, for ``take_freed``.
 
     Attributes:
       ref_counts: references to each block, int [num_blocks]; read only.
@@ -39,9 +40,15 @@ class BlockPool:
       ValueError: there is no usable block, or ``free_blocks`` is not such a permutation.
     """
 
-    __slots__ = ("_free", "_kept", "idle", "num_blocks", "ref_counts")
+    __slots__ = ("_free", "_freed", "_kept", "idle", "num_blocks", "ref_counts")
 
-    def __init__(self, num_blocks: int, *, free_blocks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        free_blocks: Sequence[int] | None = None,
+        tracks_freed: bool = False,
+    ) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks={num_blocks} must be >= 2: block 0 is the null block")
         order = list(range(1, num_blocks)) if free_blocks is None else list(free_blocks)
@@ -50,6 +57,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         # A stack: the block released last is handed out first, so few pages of memory are touched.
         self._free = order[::-1]
+        self._freed: dict[int, None] | None = {} if tracks_freed else None
         self._kept: set[int] = set()
         self.idle: dict[int, None] = {}
         self.ref_counts = [0] * num_blocks
@@ -104,7 +112,7 @@ class BlockPool:
         Raises:
           RuntimeError: a block is free already (a double free).
         """
-        counts = self.ref_counts
+        counts, num_free = self.ref_counts, len(self._free)
         fell_idle: list[int] = []
         for block in blocks:
             count = counts[block] - 1
@@ -116,6 +124,8 @@ class BlockPool:
         if fell_idle:
             # A table's last block is the first to be evicted.
             self.idle.update(dict.fromkeys(reversed(fell_idle)))
+        if self._freed is not None:
+            self._freed.update(dict.fromkeys(self._free[num_free:]))
 
     def keep(self, block: int) -> None:
         """Let ``block`` become idle, not free, once its last reference goes.
@@ -142,6 +152,20 @@ class BlockPool:
         if block in self.idle:
             del self.idle[block]
             self._free.append(block)
+            if self._freed is not None:
+                self._freed[block] = None
+
+    def take_freed(self) -> list[int]:
+        """Blocks that have become free since the last call, each once; some may be taken again.
+
+        Raises:
+          ValueError: the pool was made without ``tracks_freed``.
+        """
+        if self._freed is None:
+            raise ValueError("tracks_freed=False must be True when the pool is made")
+        freed = list(self._freed)
+        self._freed.clear()
+        return freed
 
     def is_kept(self, block: int) -> bool:
         """Whether ``block`` will be, or is, idle rather than free when nobody refers to it."""

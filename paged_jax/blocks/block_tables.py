@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paged_jax.blocks.block_moves import BlockCopy, BusyBlocks
+from paged_jax.blocks.block_moves import BlockCopy, BusyBlocks, FreedBlocks
 from paged_jax.blocks.block_pool import BlockPool
 from paged_jax.blocks.block_stats import BlockStats, count_blocks
 from paged_jax.blocks.block_table import BlockTable
+from paged_jax.blocks.events import BlockEvent, Observer
 from paged_jax.blocks.prefix_cache import PrefixCache, PrefixStats
 from paged_jax.blocks.swap_space import SwapSpace
 
@@ -28,6 +29,7 @@ class BlockTables:
         "_host",
         "_num_pins",
         "_num_table_tokens",
+        "_observer",
         "_pinned",
         "_pool",
         "_queries",
@@ -43,13 +45,16 @@ class BlockTables:
         block_size: int,
         free_blocks: Sequence[int] | None = None,
         num_host_blocks: int = 0,
+        tracks_freed: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size={block_size} must be >= 1")
-        self._pool = BlockPool(num_blocks, free_blocks=free_blocks)
+        self._pool = BlockPool(num_blocks, free_blocks=free_blocks, tracks_freed=tracks_freed)
         self._cache = PrefixCache(self._pool, block_size=block_size)
         self._busy = BusyBlocks(self._pool)
-        self._host = SwapSpace(num_host_blocks)
+        self._host = SwapSpace(num_host_blocks, tracks_freed=tracks_freed)
+        self._observer = observer
         self.block_size = block_size
         self._tables: dict[int, BlockTable] = {}
         self._pinned: dict[int, BlockTable] = {}
@@ -158,13 +163,18 @@ class BlockTables:
         if needs_copy:
             copies = (self._copy_on_write(seq_id, table),)
         elif table.num_tokens % self.block_size and self._pool.is_kept(table.blocks[-1]):
-            self._cache.forget(table.blocks[-1])
+            self._forget(table.blocks[-1], "write")
+        new_blocks: list[int] = []
         if num_new:
-            table.extend(self._take(num_new))
+            new_blocks = self._take(num_new)
+            table.extend(new_blocks)
         if table.write_step != self._step:
             table.write_step, table.num_written = self._step, table.num_tokens
         table.num_tokens = end
         self._num_table_tokens += num_tokens
+        if self._observer is not None:
+            kind = "allocate" if new_blocks else "fill"
+            self._observer(BlockEvent(kind, "append", seq_id, new_blocks, (), end))
         return copies
 
     def fork(self, parent_id: int, child_id: int) -> None:
@@ -178,6 +188,17 @@ class BlockTables:
         self._pool.share(parent.held)
         self._tables[child_id] = parent.copy()
         self._num_table_tokens += self._num_resident(parent)
+        if self._observer is not None:
+            self._observer(
+                BlockEvent(
+                    "share",
+                    "fork",
+                    child_id,
+                    list(parent.blocks),
+                    num_tokens=parent.num_tokens,
+                    parent_id=parent_id,
+                )
+            )
 
     def trim(self, seq_id: int, *, num_tokens: int) -> None:
         """Give back the positions past the first ``num_tokens`` (at least one stays).
@@ -191,8 +212,11 @@ class BlockTables:
         if not least <= num_tokens <= table.num_tokens:
             raise ValueError(f"num_tokens={num_tokens} must lie in {least}..{table.num_tokens}")
         self._num_table_tokens -= table.num_tokens - num_tokens
-        self._busy.release(table.cut(self.blocks_for(num_tokens)))
+        removed = table.cut(self.blocks_for(num_tokens))
+        self._busy.release(removed)
         table.trim(num_tokens, block_size=self.block_size)
+        if self._observer is not None:
+            self._observer(BlockEvent("release", "trim", seq_id, removed, (), num_tokens))
 
     def drop_before(self, seq_id: int, position: int) -> None:
         """Give up the blocks wholly before ``position``: no layer's window reaches them any more.
@@ -208,22 +232,44 @@ class BlockTables:
         dropped = table.drop(position // self.block_size)
         self._num_table_tokens -= len(dropped) * self.block_size
         self._busy.release(dropped)
+        if dropped and self._observer is not None:
+            self._observer(BlockEvent("release", "window", seq_id, dropped))
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, reason: str = "free") -> None:
         """Drop a sequence's table, on the device or swapped out (the paper's free).
 
         Blocks that no other table holds become free, or stay cached until they are needed.
 
+        Args:
+          seq_id: whose table.
+          reason: why, for the observer.
+
         Raises:
           ValueError: ``seq_id`` is unknown.
         """
-        if seq_id in self._host.tables:
-            self._host.free(seq_id)
-            return
-        table = self._table(seq_id)
-        del self._tables[seq_id]
-        self._num_table_tokens -= self._num_resident(table)
-        self._busy.release(table.held)
+        is_swapped = seq_id in self._host.tables
+        if is_swapped:
+            blocks = self._host.free(seq_id)
+        else:
+            table = self._table(seq_id)
+            del self._tables[seq_id]
+            self._num_table_tokens -= self._num_resident(table)
+            blocks = table.held
+            self._busy.release(blocks)
+        if self._observer is not None:
+            kind = "free_host" if is_swapped else "free"
+            self._observer(BlockEvent(kind, reason, seq_id, blocks))
+
+    def take_freed(self) -> FreedBlocks:
+        """Blocks that have become free since the last call, some of them in use again by now.
+
+        A device that clears them before it does anything else of the step clears nothing that is
+        needed: what a copy or swap-out still reads becomes free with the next ``begin_step``.
+
+        Raises:
+          ValueError: made without ``tracks_freed``.
+        """
+        return FreedBlocks(self._pool.take_freed(), self._host.take_freed())
 
     def has_table(self, seq_id: int) -> bool:
         """Whether ``seq_id`` has a table on the device."""
@@ -280,8 +326,15 @@ class BlockTables:
 
     def _take(self, num_blocks: int) -> list[int]:
         while self._pool.num_free < num_blocks:
-            self._cache.evict()
+            forgotten = self._cache.evict()
+            if self._observer is not None:
+                self._observer(BlockEvent("evict", "room", blocks=forgotten))
         return self._pool.allocate(num_blocks)
+
+    def _forget(self, block: int, reason: str) -> None:
+        forgotten = self._cache.forget(block)
+        if self._observer is not None:
+            self._observer(BlockEvent("evict", reason, blocks=forgotten))
 
     def _copy(self, src: int) -> int:
         dst = self._take(1)[0]
@@ -297,8 +350,11 @@ class BlockTables:
                 f"seq_id={seq_id} must wait for the next step: it shares block {src}, which holds "
                 f"tokens of step {self._step} that a copy would read before they are written"
             )
-        table.replace(-1, self._copy(src))
+        dst = self._copy(src)
+        table.replace(-1, dst)
         self._busy.release((src,))
+        if self._observer is not None:
+            self._observer(BlockEvent("copy", "write", seq_id, (src,), (dst,)))
         return self._copies[-1]
 
 

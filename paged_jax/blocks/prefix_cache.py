@@ -230,23 +230,30 @@ class PrefixCache:
         self._nodes[new.node_id] = self._by_block[block] = new
         return new
 
-    def forget(self, block: int) -> None:
-        """Take a block and all that follow it out of the cache; those that are idle become free."""
+    def forget(self, block: int) -> list[int]:
+        """Take a block and all that follow it out of the cache; those that are idle become free.
+
+        Returns:
+          All of them.
+        """
         top = self._by_block[block]
         parent = top.parent
         assert parent is not None, "a root has no block"
         del parent.children[top.tokens]
         del parent.order[bisect.bisect_left(parent.order, top.tokens)]
+        forgotten = []
         for node in top.subtree():
             node.is_cached = False
+            forgotten.append(node.block)
             del self._nodes[node.node_id], self._by_block[node.block]
             self._pool.unkeep(node.block)
         if parent.parent is None and not parent.children:
             parent.is_cached = False
             del self._roots[parent.namespace]
+        return forgotten
 
-    def evict(self) -> None:
-        """Make at least one idle block free, which must exist.
+    def evict(self) -> list[int]:
+        """Make at least one idle block free, which must exist; returns what left the cache.
 
         The longest idle one without children goes first. Where every idle block has children in
         use (their tables gave up their beginnings), the deepest goes, and those children stay with
@@ -263,7 +270,21 @@ class PrefixCache:
         else:
             block = max(idle, key=lambda block: self._by_block[block].depth)
         self.evictions += 1
-        self.forget(block)
+        return self.forget(block)
+
+    @property
+    def next_id(self) -> int:
+        """Id of the node that is made next."""
+        return self._next_id
+
+    def blocks_since(self, node_id: int) -> list[int]:
+        """Cached blocks of the nodes from ``node_id`` on, in the order in which they came."""
+        blocks: list[int] = []
+        for new_id in reversed(self._nodes):
+            if new_id < node_id:
+                break
+            blocks.append(self._nodes[new_id].block)
+        return blocks[::-1]
 
     def nodes(self) -> Iterator[CachedNode]:
         """All cached nodes, roots left out."""

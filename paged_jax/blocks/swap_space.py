@@ -15,6 +15,7 @@ class SwapSpace:
 
     Args:
       num_blocks: blocks of the host pool; as on the device, block 0 is never used. 0: no host pool.
+      tracks_freed: see ``BlockPool``.
 
     Attributes:
       pool: free list and reference counts of the host pool, or None.
@@ -27,10 +28,10 @@ class SwapSpace:
 
     __slots__ = ("busy", "pool", "tables")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, tracks_freed: bool = False) -> None:
         if num_blocks < 0 or num_blocks == 1:
             raise ValueError(f"num_host_blocks={num_blocks} must be 0 or >= 2: block 0 is not used")
-        self.pool = BlockPool(num_blocks) if num_blocks else None
+        self.pool = BlockPool(num_blocks, tracks_freed=tracks_freed) if num_blocks else None
         self.busy = None if self.pool is None else BusyBlocks(self.pool)
         self.tables: dict[int, BlockTable] = {}
 
@@ -81,10 +82,16 @@ class SwapSpace:
             self.free(seq_id)
         return tuple(map(BlockSwap, targets, sources))
 
-    def free(self, seq_id: int) -> None:
-        """Drop the table of a swapped-out sequence."""
+    def free(self, seq_id: int) -> Sequence[int]:
+        """Drop the table of a swapped-out sequence; returns the host blocks that it held."""
         assert self.busy is not None, "nothing is swapped out without a host pool"
-        self.busy.release(self.tables.pop(seq_id).held)
+        held = self.tables.pop(seq_id).held
+        self.busy.release(held)
+        return held
+
+    def take_freed(self) -> list[int]:
+        """See ``BlockPool.take_freed``."""
+        return self.pool.take_freed() if self.pool else []
 
     def check_integrity(self, device_ids: Collection[int], *, block_size: int) -> None:
         """Prove that tables and counts agree, and that nobody is on both sides.

@@ -2,17 +2,23 @@
 
 A slot's content stands for a namespace and all tokens up to its position, as keys and values do. A
 step's moves and writes are done at its end, in the order of the device; then every table, whatever
-is cached, and the host pool are read back. Blocks that nobody may read any more are poisoned.
+is cached, and the host pool are read back. Blocks that became free are cleared before and after, as
+the engine does with ``zero_on_free``; and the manager's state is had from its events alone, too.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections import Counter
 
 import numpy as np
 from suites.host_simulation import EMPTY, SlotPool
 
 from paged_jax.blocks.block_manager import BlockManager, BlockSwap
+from paged_jax.blocks.block_table import BlockTable
 from paged_jax.blocks.namespace import Namespace
 from paged_jax.blocks.prefix_cache import CachedNode
+from paged_jax.blocks.replay import BlockReplay
 
 
 class Stream:
@@ -51,8 +57,13 @@ class BlockModel:
 
     def set_up(self, *, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
         """Start with empty pools."""
+        self.replay = BlockReplay()
         self.manager = BlockManager(
-            num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_host_blocks=num_host_blocks,
+            tracks_freed=True,
+            observer=self.replay.take,
         )
         self.size = block_size
         self.device = SlotPool(num_blocks, block_size)
@@ -89,7 +100,8 @@ class BlockModel:
             assert block not in {swap.device for swap in self.swap_outs}
 
     def run_device(self) -> None:
-        """Do the step: swap-outs, swap-ins, copies, writes."""
+        """Do the step: clear what became free, swap-outs, swap-ins, copies, writes."""
+        self.clear_freed()
         outs, ins = self.swap_outs, self.swap_ins
         filled = [swap.device for swap in ins] + [copy.dst for copy in self.manager.step_copies]
         assert len({swap.host for swap in outs}) == len(outs)
@@ -126,12 +138,24 @@ class BlockModel:
             held = self.device.slots[node.block, : len(node.tokens)].tolist()
             assert held == self.content(node.namespace, tokens, begin), node
 
-    def poison(self) -> None:
-        manager, host = self.manager, self.manager._host.pool
-        for pool, blocks in ((self.device, manager._pool), (self.host, host)):
+    def clear_freed(self) -> None:
+        freed = self.manager.take_freed()
+        self.device.slots[freed.device] = EMPTY
+        self.host.slots[freed.host] = EMPTY
+
+    def check_free_is_clear(self) -> None:
+        """After a step no free block holds anything."""
+        self.clear_freed()
+        for pool, blocks in (
+            (self.device, self.manager._pool),
+            (self.host, self.manager._host.pool),
+        ):
             if blocks is not None:
-                free = [b for b, count in enumerate(blocks.ref_counts) if not count]
-                pool.slots[[b for b in free if b not in blocks.idle]] = EMPTY
+                assert (pool.slots[blocks._free] == EMPTY).all()
+
+    def check_replay(self) -> None:
+        """The events alone give all tables, counts and cached blocks."""
+        check_replay(self.replay, self.manager)
 
     def check_stats(self) -> None:
         """Count everything anew."""
@@ -153,3 +177,34 @@ class BlockModel:
         assert stats.filled == len(slots)
         assert stats.saved == entries - len(blocks)
         assert stats.waste == len(blocks) * self.size - len(slots)
+
+
+def check_replay(replay: BlockReplay, manager: BlockManager) -> None:
+    """What follows from the events is what the manager holds, now."""
+
+    def blocks_of(tables: dict[int, BlockTable]) -> dict[int, list[int]]:
+        return {key: table.blocks for key, table in tables.items()}
+
+    def tokens_of(tables: dict[int, BlockTable]) -> dict[int, int]:
+        return {key: table.num_tokens for key, table in tables.items()}
+
+    host = manager._host
+    assert replay.tables == blocks_of(manager._tables)
+    assert replay.pinned == blocks_of(manager._pinned)
+    assert replay.swapped == blocks_of(host.tables)
+    assert replay.num_tokens == tokens_of(manager._tables | host.tables)
+    assert replay.pinned_tokens == tokens_of(manager._pinned)
+    assert replay.cached == {node.block for node in manager._cache.nodes()}
+    for counts, pool, busy in (
+        (replay.ref_counts, manager._pool, manager._busy),
+        (replay.host_ref_counts, host.pool, host.busy),
+    ):
+        held = Counter(busy.deferred if busy else ()) + counts
+        assert held == {b: n for b, n in enumerate(pool.ref_counts if pool else ()) if n}
+    stats = manager.stats()
+    replayed = replay.stats(num_blocks=stats.total + 1, block_size=manager.block_size)
+    num_deferred = len(manager._busy.deferred)
+    deferred = {"used": replayed.used + num_deferred, "free": replayed.free - num_deferred}
+    idle = len(set(manager._busy.deferred) & replay.cached)
+    deferred["cached"] = replayed.cached - idle
+    assert dataclasses.replace(replayed, **deferred) == stats

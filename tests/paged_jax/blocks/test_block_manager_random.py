@@ -340,7 +340,7 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
     def end_step(self) -> None:
         self.run_device()
         self.read_back()
-        self.poison()
+        self.check_free_is_clear()
         if self.publishes:
             self.publish_all()
 
@@ -351,6 +351,7 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
         manager = self.manager
         manager.check_integrity()
         self.check_stats()
+        self.check_replay()
         prefix = manager.prefix_stats()
         assert (prefix.queries, prefix.hit_tokens) == (self.queries, self.hits)
 
