@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import os
 from typing import Any
 
+EVENT_LOG_BYTES = 64 * 2**20
+EVENT_LOG_FILES = 8
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 
 
@@ -87,6 +90,12 @@ class EngineConfig:
       donate: give the pool's buffer to each step (False keeps a second pool, for debugging).
       check_logits: raise FloatingPointError when a step yields NaN logits.
       debug_integrity: call ``check_integrity()`` after every step.
+      zero_on_free: overwrite blocks with zeros on the device when they become free: before anybody
+        else gets them, and at the latest at the end of the step in which they did (of blocks freed
+        by ``cancel``: the next step). No result depends on it.
+      event_log: file for the event record (docs/events.md); None writes none.
+      event_log_bytes: size at which a file of the record is full and a new one begins.
+      event_log_files: full files that are kept beside it.
 
     Raises:
       ValueError: a value is out of range, or the pool is sized in two ways.
@@ -109,10 +118,21 @@ class EngineConfig:
     donate: bool = True
     check_logits: bool = False
     debug_integrity: bool = False
+    zero_on_free: bool = False
+    event_log: str | os.PathLike[str] | None = None
+    event_log_bytes: int = EVENT_LOG_BYTES
+    event_log_files: int = EVENT_LOG_FILES
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "prefill_row_len"):
+        for name in (
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "prefill_row_len",
+            "event_log_bytes",
+        ):
             _require_int(name, getattr(self, name), 1)
+        _require_int("event_log_files", self.event_log_files, 0)
         for name, minimum in (
             ("num_blocks", 2),
             ("pool_bytes", 1),
@@ -123,9 +143,19 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), minimum)
         _require_int("seed", self.seed, 0)
-        for name in ("donate", "check_logits", "debug_integrity", "kernel_interpreter"):
+        for name in (
+            "donate",
+            "check_logits",
+            "debug_integrity",
+            "zero_on_free",
+            "kernel_interpreter",
+        ):
             value = getattr(self, name)
             require(isinstance(value, bool), f"{name}={value!r} must be True or False")
+        require(
+            self.event_log is None or isinstance(self.event_log, (str, os.PathLike)),
+            f"event_log={self.event_log!r} must be the path of a file, or None",
+        )
         share = self.memory_fraction
         require(
             share is None or (isinstance(share, numbers.Real) and 0 < share < 1),

@@ -31,6 +31,7 @@ class Engine(EngineCore):
       scheduler: decides what each step computes.
       executor: owns the pool and the row state on the device.
       stats: totals.
+      event_log: the event record (docs/events.md), or None.
 
     Raises:
       ValueError: the settings do not fit the model.

@@ -14,6 +14,7 @@ import numpy as np
 
 from paged_jax.blocks.block_manager import BlockManager
 from paged_jax.config import EngineConfig, require
+from paged_jax.engine_record import EngineRecord, open_event_log
 from paged_jax.executor import JaxExecutor
 from paged_jax.live_request import LiveCompletion, LiveRequest
 from paged_jax.metrics import EngineStats
@@ -41,7 +42,13 @@ class EngineCore:
         self.model = model
         self.num_blocks = resolve_num_blocks(config, model.spec)
         self.max_model_len = _resolve_max_model_len(config, model, self.num_blocks)
-        self.block_manager = BlockManager(num_blocks=self.num_blocks, block_size=config.block_size)
+        log = self.event_log = open_event_log(config, num_blocks=self.num_blocks)
+        self.block_manager = BlockManager(
+            num_blocks=self.num_blocks,
+            block_size=config.block_size,
+            tracks_freed=config.zero_on_free,
+            observer=None if log is None else log.take,
+        )
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_seqs=config.max_num_seqs,
@@ -49,6 +56,9 @@ class EngineCore:
             prefill_row_len=config.prefill_row_len,
             prefill_chunk_len=config.prefill_chunk_len,
             max_model_len=self.max_model_len,
+        )
+        self._record = log and EngineRecord(
+            log, scheduler=self.scheduler, block_manager=self.block_manager
         )
         self.executor = JaxExecutor(
             model,
@@ -132,6 +142,8 @@ class EngineCore:
         live = LiveRequest(request_id, completions, params, tuple(token_ids), seed)
         self._by_id[request_id] = live
         self._by_sequence.update(dict.fromkeys(group.sequences, live))
+        if self._record is not None:
+            self._record.arrive(group.sequences)
         return request_id
 
     def cancel(self, request_id: str) -> bool:
@@ -171,10 +183,14 @@ class EngineCore:
             outputs += self._step()
         except BaseException as error:
             self._dead = error
+            if self._record is not None:
+                self._record.fail(error)
             raise
         finally:
             self._stepping.release()
         self.stats.step_seconds += time.perf_counter() - begin
+        if self._record is not None and not self.has_unfinished:
+            self._record.flush()
         return outputs
 
     def _step(self) -> list[RequestOutput]:
@@ -186,16 +202,25 @@ class EngineCore:
             assert not isinstance(plan, NeedsValues)  # nothing is in flight any more
         handle = None
         if not plan.is_empty:
+            self._zero_freed()
             handle = self.executor.execute(plan)
             self._count(plan, handle)
         outputs += self._collect()
+        self._zero_freed()
         if handle is not None:
             self._in_flight = (plan, handle)
         if self.config.debug_integrity:
             self.scheduler.check_integrity()
         return outputs
 
+    def _zero_freed(self) -> None:
+        """With ``zero_on_free``: overwrite what became free, before any later use of it."""
+        if self.config.zero_on_free:
+            self.executor.zero(self.block_manager.take_freed())
+
     def _schedule(self) -> Plan | NeedsValues:
+        if self._record is not None:
+            self._record.begin_step()
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
         self.stats.schedule_seconds += time.perf_counter() - begin
@@ -237,6 +262,8 @@ class EngineCore:
         del self._by_id[live.request_id]
         for completion in live.completions:
             del self._by_sequence[completion.sequence]
+        if self._record is not None:
+            self._record.end([completion.sequence for completion in live.completions])
 
     def _count(self, plan: Plan, handle: StepHandle) -> None:
         stats, manager = self.stats, self.block_manager
@@ -253,6 +280,8 @@ class EngineCore:
         stats.peak_used_blocks = max(stats.peak_used_blocks, blocks.used)
         stats.used_slots += blocks.used * manager.block_size
         stats.filled_slots += blocks.filled
+        if self._record is not None:
+            self._record.dispatch(plan, blocks)
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self.model.tokenizer is None:

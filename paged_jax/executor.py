@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from paged_jax.batch import BatchLayout, BatchPacker, padded_rows, row_buckets
+from paged_jax.block_fill import ID_BUCKETS, make_block_fill, padded_ids
+from paged_jax.blocks.block_moves import FreedBlocks
 from paged_jax.config import EngineConfig
 from paged_jax.model import Model
 from paged_jax.pool import KVPool
@@ -90,6 +92,7 @@ class JaxExecutor:
         }
         self._step = make_step(model.apply, num_heads=model.spec.num_heads, **choices)
         self._copy = make_block_copy(**choices)
+        self._fill = make_block_fill(donate=config.donate)
         self._load_counts = jax.jit(
             load_counts, donate_argnames=("state",) if config.donate else ()
         )
@@ -105,9 +108,11 @@ class JaxExecutor:
         sampling features that is in use at once (``SamplerFlags``: chance, penalties, three bias
         widths, four log-probability widths) adds at most one a batch shape; penalties add two more
         and prompt log-probabilities one a width. Requests for several completions (n > 1) add at
-        most two a prefill shape, for the steps in which their prompts end.
+        most two a prefill shape, for the steps in which their prompts end. ``zero_on_free`` has a
+        program for each number of blocks in ``ID_BUCKETS``.
         """
-        return len(self._decode_buckets) + len(self._prefill_buckets) + 3
+        num_fills = len(ID_BUCKETS) if self._config.zero_on_free else 0
+        return len(self._decode_buckets) + len(self._prefill_buckets) + 3 + num_fills
 
     def execute(self, plan: Plan) -> StepHandle:
         """Dispatch a plan and return at once: copies first, then prompts, then decode."""
@@ -125,6 +130,11 @@ class JaxExecutor:
         if plan.decode_rows:
             self._dispatch(plan.decode_rows, handle, flags, is_decode=True)
         return handle
+
+    def zero(self, blocks: FreedBlocks) -> None:
+        """Overwrite blocks with zeros, before whatever is dispatched next."""
+        for ids in padded_ids(blocks.device):
+            self.pool = self._fill(self.pool, ids)
 
     def _dispatch(
         self,

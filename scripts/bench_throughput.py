@@ -26,12 +26,20 @@ RUNS = flags.DEFINE_integer("runs", 3, "counted runs", lower_bound=1)
 NUM_REQUESTS = flags.DEFINE_integer("num_requests", 32, "of the 32", lower_bound=1)
 BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "token positions a block", lower_bound=1)
 SAMPLED = flags.DEFINE_bool("sampled", False, "temperature 0.8, top-p 0.95 instead of greedy")
+EVENT_LOG = flags.DEFINE_string("event_log", None, "write the event record there, and time it")
 JSON_FILE = flags.DEFINE_string("json", None, "also write the figures to this file")
 flags.adopt_module_key_flags(cli)
 
 
 def measure(
-    dtype: str, *, runs: int, num_requests: int, block_size: int, sampled: bool, cache_dir: Any
+    dtype: str,
+    *,
+    runs: int,
+    num_requests: int,
+    block_size: int,
+    sampled: bool,
+    cache_dir: Any,
+    event_log: str | None = None,
 ) -> dict[str, float]:
     """Run the workload in this process; return the figures, medians where there are several."""
     import models
@@ -48,7 +56,8 @@ def measure(
         for request in requests
     ]
     with count_compilations() as compiled:
-        engine = Engine(model, config=EngineConfig(block_size=block_size, kv_dtype=dtype))
+        config = EngineConfig(block_size=block_size, kv_dtype=dtype, event_log=event_log)
+        engine = Engine(model, config=config)
         begin = time.perf_counter()
         engine.generate(prompts, params)
         first_seconds = time.perf_counter() - begin
@@ -56,6 +65,7 @@ def measure(
     with count_compilations() as recompiled:
         for _ in range(runs):
             engine.stats.reset()
+            log_seconds = engine.event_log.seconds if engine.event_log else 0.0
             begin = time.perf_counter()
             outputs = engine.generate(prompts, params)
             seconds = time.perf_counter() - begin
@@ -69,6 +79,9 @@ def measure(
                     "packing_share": engine.stats.pack_seconds / seconds,
                 }
             )
+            if engine.event_log:
+                log_seconds = engine.event_log.seconds - log_seconds
+                timed[-1]["event_log_share"] = log_seconds / seconds
     stats = engine.stats
     figures = {name: statistics.median(run[name] for run in timed) for name in timed[0]}
     return figures | {
@@ -98,6 +111,7 @@ def main(argv: Sequence[str]) -> None:
         "block_size": BLOCK_SIZE.value,
         "sampled": SAMPLED.value,
         "cache_dir": cli.CACHE_DIR.value,
+        "event_log": EVENT_LOG.value,
     }
     console = Console()
     results: dict[str, dict[str, float]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 
 from paged_jax.blocks.block_manager import BlockManager
@@ -41,6 +41,8 @@ class Scheduler:
     Attributes:
       num_preemptions: sequences that have lost their blocks so far, each time counted.
       num_recomputed_tokens: computed tokens that preemptions have thrown away.
+      on_preempt: called with the sequences of a request that is about to lose its blocks, and how
+        ("recompute"), or None.
 
     Raises:
       ValueError: a limit is below 1.
@@ -74,6 +76,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
+        self.on_preempt: Callable[[SequenceOf[Sequence], str], None] | None = None
         self._lineup = Lineup(max_num_seqs)
         self._num_added = 0
         self._num_sequences = 0
@@ -158,7 +161,7 @@ class Scheduler:
                 sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return False
         if self._manager.has_table(sequence.seq_id):
-            self._manager.free(sequence.seq_id)
+            self._manager.free(sequence.seq_id, reason=reason)
         self._lineup.end(sequence)
         sequence.num_pending = 0
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -318,6 +321,8 @@ class Scheduler:
             sequence.num_prefill = sequence.num_tokens
 
     def _preempt(self, group: SequenceGroup) -> None:
+        if self.on_preempt is not None:
+            self.on_preempt(group.live, "recompute")
         num_shared = group.leader.num_prompt
         for sequence in group.live:
             is_leader = sequence is group.leader
@@ -325,7 +330,7 @@ class Scheduler:
             self.num_preemptions += 1
             self.num_recomputed_tokens += max(num_own, 0)
             if self._manager.has_table(sequence.seq_id):
-                self._manager.free(sequence.seq_id)
+                self._manager.free(sequence.seq_id, reason="preempt")
             sequence.num_preemptions += 1
             sequence.num_computed = 0
         self._lineup.put_back(group)

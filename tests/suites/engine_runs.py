@@ -140,6 +140,38 @@ def run_all(
     return [outputs[request_id][-1] for request_id in ids]
 
 
+def random_mix(
+    engine: Engine, seed: int, *, after_step: Callable[[], object] = lambda: None, num: int = 12
+) -> dict[str, list[RequestOutput]]:
+    """Greedy (top 1), sampled and parallel requests that come and are cancelled at random steps.
+
+    Which and when depends on the seed alone, so equal engines give equal outputs.
+    """
+    rng = np.random.default_rng(seed)
+    vocab_size = min(engine.model.spec.vocab_size, hash_model.VOCAB_SIZE)
+    ids: list[str] = []
+
+    def before_step(index: int) -> bool:
+        after_step()
+        if len(ids) < num and rng.random() < 0.5:
+            length, max_tokens = (int(size) for size in rng.integers(1, 24, 2))
+            params = SamplingParams(
+                top_k=int(rng.choice([1, 0])),  # both by the same few programs
+                n=int(rng.choice([1, 1, 2, 3])),
+                seed=len(ids),
+                max_tokens=max_tokens,
+            )
+            prompt = rng.integers(0, vocab_size, length).tolist()
+            ids.append(engine.add_request(prompt, params))
+        if ids and rng.random() < 0.05:
+            engine.cancel(ids[int(rng.integers(len(ids)))])
+        return len(ids) < num
+
+    outputs = drive(engine, before_step=before_step)
+    after_step()
+    return outputs
+
+
 def greedy(max_tokens: int | None = 8, **params: Any) -> SamplingParams:
     """Greedy sampling parameters."""
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **params)
