@@ -60,7 +60,7 @@ class KVCache(Protocol):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["pool", "block_tables", "slot_mapping", "kv_lens", "q_lens", "work"],
-    meta_fields=["backend", "interpret"],
+    meta_fields=["backend", "interpret", "max_window"],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedKVCache:
@@ -75,6 +75,8 @@ class PagedKVCache:
       backend: attention backend, or None for the best one here.
       interpret: run a GPU backend in Pallas's interpreter (for tests).
       work: what the layers share of the attention (``plan_attention``), or None.
+      max_window: keys that a query may attend to in any layer, the others' blocks may be gone; None
+        when all are there.
     """
 
     pool: KVPool
@@ -85,6 +87,7 @@ class PagedKVCache:
     backend: str | None = None
     interpret: bool = False
     work: Work | None = None
+    max_window: int | None = None
 
     @classmethod
     def from_tables(
@@ -98,6 +101,7 @@ class PagedKVCache:
         num_heads: int | None = None,
         backend: str | None = None,
         interpret: bool = False,
+        max_window: int | None = None,
     ) -> PagedKVCache:
         """Derive the slots from the tables.
 
@@ -111,6 +115,7 @@ class PagedKVCache:
             once for all of them.
           backend: attention backend, or None for the best one here.
           interpret: run a GPU backend in Pallas's interpreter (for tests).
+          max_window: keys that a query may attend to in any layer (``ModelSpec.window``).
         """
         block_size, table_width = pool.block_size, block_tables.shape[1]
         offsets = jnp.arange(num_new, dtype=jnp.int32)
@@ -132,7 +137,9 @@ class PagedKVCache:
                 backend=backend,
                 interpret=interpret,
             )
-        return cls(pool, block_tables, slot_mapping, kv_lens, q_lens, backend, interpret, work)
+        return cls(
+            pool, block_tables, slot_mapping, kv_lens, q_lens, backend, interpret, work, max_window
+        )
 
     def attend(
         self,
@@ -148,6 +155,7 @@ class PagedKVCache:
             f"layer={layer} must be in 0..{self.pool.num_layers - 1}: the pool was made for "
             f"ModelSpec.num_layers={self.pool.num_layers}",
         )
+        self._check_window(options.get("window"))
         num_blocks, block_size = self.pool.num_blocks, self.pool.block_size
         first_block = jnp.asarray(layer, jnp.int32) * num_blocks
         # Layers are folded into the block ids: slicing a layer out of the pool would copy it.
@@ -168,6 +176,15 @@ class PagedKVCache:
         assert not isinstance(out, tuple)  # no lse was asked for
         pool = jax.tree.map(lambda x, like: x.reshape(like.shape), flat, self.pool)
         return out, dataclasses.replace(self, pool=pool)
+
+    def _check_window(self, window: Any) -> None:
+        """Refuse what would read blocks that were freed; a traced window must be right."""
+        if self.max_window is not None and not isinstance(window, jax.Array):
+            require(
+                window is not None and window <= self.max_window,
+                f"window={window} must be at most ModelSpec.window={self.max_window}: what is "
+                "behind that in all layers is freed",
+            )
 
     def _write(self, flat: KVPool, k: Array, v: Array, slots: Int[Array, "B T"]) -> KVPool:
         """The pool, layers folded, with the new keys and values in their slots."""

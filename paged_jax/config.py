@@ -34,6 +34,9 @@ class ModelSpec:
       head_dim: channels a head (D).
       vocab_size: entries of the logits (V).
       max_position: longest context in tokens that the model was made for.
+      window: most keys that a query attends to in any layer, its own included: blocks that fell
+        behind it are freed. None: some layer sees everything, so all blocks stay, whatever windows
+        the other layers have.
 
     Raises:
       ValueError: a field is not a positive integer, or K does not divide H.
@@ -45,10 +48,12 @@ class ModelSpec:
     head_dim: int
     vocab_size: int
     max_position: int
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _require_int(field.name, getattr(self, field.name), 1)
+            if field.name != "window" or self.window is not None:
+                _require_int(field.name, getattr(self, field.name), 1)
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}",
@@ -81,7 +86,7 @@ class EngineConfig:
       max_num_batched_tokens: most prompt tokens computed in one step (the token budget).
       prefill_row_len: tokens a prefill row (T); prompts are cut into rows of this length.
       prefill_chunk_len: most tokens of one prompt in one step; None means the whole budget.
-      max_model_len: longest context; None means the model's own, and never more than the pool.
+      max_model_len: longest context; None means the model's own, and never more than fits the pool.
       seed: draws the random streams of requests that bring no seed of their own.
       attention_backend: 'mosaic', 'triton', 'xla', 'reference', or None for the best one here.
         Writes and copies use it too, where it has them.

@@ -27,6 +27,7 @@ from paged_jax.scheduling.plan import NeedsValues, Plan
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.scheduling.sequence import Sequence
+from paged_jax.scheduling.window import most_blocks
 from paged_jax.step_result import StepHandle
 from paged_jax.text_stream import TextStream
 
@@ -56,6 +57,7 @@ class EngineCore:
             prefill_row_len=config.prefill_row_len,
             prefill_chunk_len=config.prefill_chunk_len,
             max_model_len=self.max_model_len,
+            window=model.spec.window,
         )
         self._record = log and EngineRecord(
             log, scheduler=self.scheduler, block_manager=self.block_manager
@@ -307,5 +309,7 @@ def _resolve_max_model_len(config: EngineConfig, model: Model, num_blocks: int) 
         config.max_model_len is None or config.max_model_len <= longest,
         f"max_model_len={config.max_model_len} must be at most the model's {longest}",
     )
-    room = (num_blocks - 1) * config.block_size
-    return min(config.max_model_len or longest, room)
+    wanted = config.max_model_len or longest
+    if most_blocks(wanted, model.spec.window, config.block_size) < num_blocks:
+        return wanted
+    return (num_blocks - 1) * config.block_size

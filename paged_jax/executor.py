@@ -90,7 +90,8 @@ class JaxExecutor:
             "interpret": config.kernel_interpreter,
             "donate": config.donate,
         }
-        self._step = make_step(model.apply, num_heads=model.spec.num_heads, **choices)
+        facts = {"num_heads": model.spec.num_heads, "max_window": model.spec.window}
+        self._step = make_step(model.apply, **facts, **choices)
         self._copy = make_block_copy(**choices)
         self._fill = make_block_fill(donate=config.donate)
         self._load_counts = jax.jit(

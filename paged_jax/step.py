@@ -50,6 +50,7 @@ def make_step(
     donate: bool,
     interpret: bool = False,
     num_heads: int | None = None,
+    max_window: int | None = None,
 ) -> Callable[..., Any]:
     """Build the jitted step of a model, or return it: engines of one model share their programs.
 
@@ -59,6 +60,7 @@ def make_step(
       donate: give pool and row state to the step, so that they are updated in place.
       interpret: run a GPU backend in Pallas's interpreter (for tests).
       num_heads: the model's query heads (H), which lets the layers share one plan on a GPU.
+      max_window: keys that a query may attend to in any layer; None: all.
 
     Returns:
       ``step(params, pool, state, packed, *, layout) -> (pool, state, StepOutputs)``.
@@ -77,6 +79,7 @@ def make_step(
             num_heads=num_heads,
             backend=backend,
             interpret=interpret,
+            max_window=max_window,
         )
         pool, logits = _run_model(apply, params, cache, state, inputs, layout)
         prompt = None

@@ -81,7 +81,7 @@ class LlamaConfig:
     @property
     def spec(self) -> ModelSpec:
         """What the cache, the pool and the scheduler need to know."""
-        names = [field.name for field in dataclasses.fields(ModelSpec)]
+        names = {field.name for field in dataclasses.fields(ModelSpec)} - {"window"}
         return ModelSpec(**{name: getattr(self, name) for name in names})
 
     def to_json(self) -> dict[str, Any]:

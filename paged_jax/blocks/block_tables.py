@@ -287,6 +287,11 @@ class BlockTables:
         """Entries of a sequence's table, holes included."""
         return len(self._table(seq_id).blocks)
 
+    def num_held_blocks(self, seq_id: int) -> int:
+        """Blocks that a sequence refers to: its entries, holes left out."""
+        table = self._table(seq_id)
+        return len(table.blocks) - table.num_holes
+
     def table_array(self, seq_id: int) -> np.ndarray:
         """A sequence's blocks in logical order: int32, a view that the next change may outdate."""
         return self._table(seq_id).array

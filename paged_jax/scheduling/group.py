@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import Sequence
+from paged_jax.scheduling.window import most_blocks
 
 
 class SequenceGroup:
@@ -15,16 +16,20 @@ class SequenceGroup:
 
     Attributes:
       request: what they answer.
+      window: keys that a query sees at most in any layer; None: everything before it.
       sequences: one a sample, in order of ``sample_index``.
       live: those that have not ended, in the same order.
       needs_fork: whether the prompt is still to be computed, for all, by ``leader``.
       worst_case_blocks: blocks that the group was counted with when it last started.
     """
 
-    __slots__ = ("live", "needs_fork", "request", "sequences", "worst_case_blocks")
+    __slots__ = ("live", "needs_fork", "request", "sequences", "window", "worst_case_blocks")
 
-    def __init__(self, request: Request, *, first_seq_id: int, max_tokens: int) -> None:
+    def __init__(
+        self, request: Request, *, first_seq_id: int, max_tokens: int, window: int | None = None
+    ) -> None:
         self.request = request
+        self.window = window
         self.sequences = tuple(
             Sequence(request, seq_id=first_seq_id + i, max_tokens=max_tokens, sample_index=i)
             for i in range(request.num_samples)
@@ -61,10 +66,11 @@ class SequenceGroup:
         return self._num_blocks([s.num_tokens for s in self.live], block_size)
 
     def _num_blocks(self, lens: list[int], block_size: int) -> int:
+        alone = sum(most_blocks(length, self.window, block_size) for length in lens)
         if len(lens) == 1:
-            return -(-lens[0] // block_size)
+            return alone
         shared = self.leader.num_prompt // block_size
-        return shared + sum(-(-length // block_size) - shared for length in lens)
+        return min(alone, shared + sum(-(-length // block_size) - shared for length in lens))
 
     def __repr__(self) -> str:
         return f"SequenceGroup({len(self.live)} live of {len(self.sequences)}: {self.sequences[0]})"

@@ -6,8 +6,10 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from paged_jax.blocks.block_manager import BlockManager
+from paged_jax.blocks.block_pool import NULL_BLOCK
 from paged_jax.scheduling.group import SequenceGroup
 from paged_jax.scheduling.sequence import Sequence, SequenceStatus
+from paged_jax.scheduling.window import first_needed
 
 
 class Queues(NamedTuple):
@@ -58,12 +60,10 @@ def check_queues(queues: Queues, manager: BlockManager) -> None:
 def _check_group(group: SequenceGroup, status: SequenceStatus, manager: BlockManager) -> None:
     if status is SequenceStatus.RUNNING:
         most = group.max_blocks(manager.block_size)
-        held = {
-            int(block)
-            for sequence in group.with_tables
-            if manager.has_table(sequence.seq_id)
-            for block in manager.table_array(sequence.seq_id)
-        }
+        held: set[int] = set()
+        for sequence in group.with_tables:
+            if manager.has_table(sequence.seq_id):
+                held.update(_needed_blocks(sequence, group.window, manager))
         if not len(held) <= most <= group.worst_case_blocks:
             raise RuntimeError(
                 f"{group} holds {len(held)} blocks, counted {group.worst_case_blocks}, at most "
@@ -73,6 +73,15 @@ def _check_group(group: SequenceGroup, status: SequenceStatus, manager: BlockMan
         is_running = status is SequenceStatus.RUNNING
         has_table = is_running and sequence in group.with_tables
         check_sequence(sequence, status, manager, has_table=has_table)
+
+
+def _needed_blocks(sequence: Sequence, window: int | None, manager: BlockManager) -> list[int]:
+    """The blocks that the next row of a sequence reads; no hole may be among them."""
+    begin = first_needed(sequence.num_computed, window) // manager.block_size
+    blocks = manager.table_array(sequence.seq_id)[begin:].tolist()
+    if NULL_BLOCK in blocks:
+        raise RuntimeError(f"{sequence} has holes in {blocks}, the blocks that it needs next")
+    return blocks
 
 
 def check_sequence(

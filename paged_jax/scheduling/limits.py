@@ -5,10 +5,17 @@ from __future__ import annotations
 from absl import logging
 
 from paged_jax.scheduling.request import Request
+from paged_jax.scheduling.window import most_blocks
 
 
 def capped_max_tokens(
-    request: Request, *, max_num_seqs: int, max_model_len: int, num_usable: int, block_size: int
+    request: Request,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    num_usable: int,
+    block_size: int,
+    window: int | None = None,
 ) -> int:
     """Tokens that ``request`` may emit, within the context limit and the whole pool.
 
@@ -21,6 +28,7 @@ def capped_max_tokens(
       max_model_len: longest context in tokens, prompt and output together.
       num_usable: blocks of the whole pool.
       block_size: token positions a block.
+      window: keys that a query sees at most in any layer; None: everything before it.
 
     Raises:
       ValueError: the prompt is empty, or leaves no room for one new token of each
@@ -36,6 +44,9 @@ def capped_max_tokens(
             f"max_num_seqs={max_num_seqs}"
         )
     num_slots = _num_slots(request, num_usable, block_size)
+    most_each = most_blocks(max_model_len, window, block_size)
+    if window is not None and request.num_samples * most_each <= num_usable:
+        num_slots = max_model_len  # what leaves the window makes room for what comes
     max_tokens = request.params.max_tokens
     room = min(max_model_len, num_slots) - num_prompt
     if room < (0 if max_tokens == 0 else 1):

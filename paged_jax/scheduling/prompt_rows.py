@@ -8,6 +8,7 @@ from paged_jax.blocks.block_manager import BlockManager
 from paged_jax.scheduling.group import SequenceGroup
 from paged_jax.scheduling.plan import Plan, PlanRow
 from paged_jax.scheduling.sequence import Sequence
+from paged_jax.scheduling.window import most_blocks
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,6 +44,8 @@ def plan_chunk(
         budget.num_rows * row_len,
     )
     if start == 0:
+        # Of a prompt beyond its windows, the scheduler looked for the windows' blocks only.
+        num_new = min(num_new, manager.num_free * manager.block_size)
         has_room = manager.allocate(sequence.seq_id, num_tokens=num_new)
         assert has_room, "the scheduler looked before"
     else:
@@ -79,9 +82,10 @@ def _fork(plan: Plan, group: SequenceGroup, manager: BlockManager, *, samples: b
 
 def blocks_owed(group: SequenceGroup, sequence: Sequence, manager: BlockManager) -> int:
     """Blocks that the known tokens of a running sequence (before a fork: of all) still take."""
-    num_held = manager.num_blocks(sequence.seq_id)
+    num_held = manager.num_held_blocks(sequence.seq_id)
     if group.needs_fork:
-        return group.known_blocks(manager.block_size) - num_held
+        return max(group.known_blocks(manager.block_size) - num_held, 0)
     # One of a group may have to copy its last block first.
     num_copied = manager.num_new_blocks(sequence.seq_id) if len(group.live) > 1 else 0
-    return manager.blocks_for(sequence.num_prefill) - num_held + num_copied
+    most = most_blocks(sequence.num_prefill, group.window, manager.block_size)
+    return max(most - num_held, 0) + num_copied

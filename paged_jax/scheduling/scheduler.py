@@ -13,6 +13,7 @@ from paged_jax.scheduling.plan import NEEDS_VALUES, NeedsValues, Plan, PlanRow
 from paged_jax.scheduling.prompt_rows import PromptBudget, blocks_owed, plan_chunk
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import FinishReason, Sequence, SequenceStatus
+from paged_jax.scheduling.window import drop_past_window
 
 # A request preempted this often comes back only when it can stay: no request thrashes.
 _MAX_OPTIMISTIC_PREEMPTIONS = 2
@@ -37,6 +38,8 @@ class Scheduler:
       prefill_row_len: most tokens of a prefill row (T).
       prefill_chunk_len: most tokens of one prompt in one step; None means the whole budget.
       max_model_len: longest context in tokens.
+      window: keys that a query sees at most in any layer: blocks that fell behind are freed before
+        each step. None: a query sees everything before it.
 
     Attributes:
       num_preemptions: sequences that have lost their blocks so far, each time counted.
@@ -57,6 +60,7 @@ class Scheduler:
         prefill_row_len: int,
         prefill_chunk_len: int | None = None,
         max_model_len: int,
+        window: int | None = None,
     ) -> None:
         chunk_len = max_num_batched_tokens if prefill_chunk_len is None else prefill_chunk_len
         for name, value in (
@@ -65,6 +69,7 @@ class Scheduler:
             ("prefill_row_len", prefill_row_len),
             ("prefill_chunk_len", chunk_len),
             ("max_model_len", max_model_len),
+            ("window", 1 if window is None else window),
         ):
             if value < 1:
                 raise ValueError(f"{name}={value} must be >= 1")
@@ -74,6 +79,7 @@ class Scheduler:
         self._row_len = prefill_row_len
         self._chunk_len = chunk_len
         self._max_model_len = max_model_len
+        self._window = window
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.on_preempt: Callable[[SequenceOf[Sequence], str], None] | None = None
@@ -131,9 +137,15 @@ class Scheduler:
             max_model_len=self._max_model_len,
             num_usable=self._manager.num_usable,
             block_size=self._manager.block_size,
+            window=self._window,
         )
         request.arrival = self._num_added
-        group = SequenceGroup(request, first_seq_id=self._num_sequences, max_tokens=max_tokens)
+        group = SequenceGroup(
+            request,
+            first_seq_id=self._num_sequences,
+            max_tokens=max_tokens,
+            window=self._window,
+        )
         self._num_added += 1
         self._num_sequences += request.num_samples
         self._lineup.add(group)
@@ -182,6 +194,8 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for group in self._lineup.running:
             for sequence in group.with_tables:
+                if self._window is not None:
+                    drop_past_window(sequence, self._window, self._manager)
                 if sequence.num_computed < sequence.num_prefill:
                     prefilling.append(sequence)
                 elif len(sequence.output_token_ids) + sequence.num_pending < sequence.max_tokens:

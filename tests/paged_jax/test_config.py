@@ -25,6 +25,13 @@ def test_spec_refuses(name, value):
         ModelSpec(**{**GOOD_SPEC, name: value})
 
 
+@pytest.mark.parametrize("window", [0, -1, 1.5, True])
+def test_spec_refuses_windows(window):
+    with pytest.raises(ValueError, match=f"window={window!r} must be an integer >= 1"):
+        ModelSpec(**GOOD_SPEC, window=window)
+    assert ModelSpec(**GOOD_SPEC, window=1).window == 1
+
+
 def test_spec_refuses_heads_that_do_not_divide():
     with pytest.raises(ValueError, match="num_kv_heads=3 must divide num_heads=4"):
         ModelSpec(**{**GOOD_SPEC, "num_kv_heads": 3})

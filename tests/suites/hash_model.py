@@ -5,11 +5,14 @@ integers under 256 that depend on token, position and channel; mean times count,
 exact sum. A second layer's values depend on the first layer's sums. So one wrong, missing, foreign
 or stale slot anywhere changes every later logit, and equality can be exact: no near ties.
 
-``expected_greedy`` computes the same in numpy from the tokens alone, with no cache at all.
+``expected_greedy`` computes the same in numpy from the tokens alone, with no cache at all. With
+``windows``, one a layer, the sums are over the last so many positions.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -60,13 +63,16 @@ def apply(
     state = mix(tokens.astype(jnp.uint32) + params["salt"])
     zeros_q = jnp.zeros((*tokens.shape, NUM_HEADS, HEAD_DIM), jnp.float32)
     zeros_k = jnp.zeros((*tokens.shape, NUM_KV_HEADS, HEAD_DIM), jnp.float32)
+    windows = params.get("windows")  # traced: all windows run the same programs
     for layer in range(NUM_LAYERS):
+        window = None if windows is None else windows[layer]
         values = channel_values(jnp, state, positions)
-        mean, cache = cache.attend(layer, zeros_q, zeros_k, values)
+        mean, cache = cache.attend(layer, zeros_q, zeros_k, values, window=window)
         # One query head a KV head; the group's others must agree.
         grouped = mean.reshape(*tokens.shape, NUM_KV_HEADS, -1, HEAD_DIM)
         spread = jnp.max(grouped, axis=-2) - jnp.min(grouped, axis=-2)
-        sums = jnp.round(grouped[..., 0, :] * (positions[..., None, None] + 1))
+        counts = positions + 1 if window is None else jnp.minimum(positions + 1, window)
+        sums = jnp.round(grouped[..., 0, :] * counts[..., None, None])
         sums = jnp.where(spread == 0, sums, 0)
         state = mix(state ^ fold_sums(jnp, sums))
     picked = jnp.take_along_axis(state, logits_at, axis=1)
@@ -89,20 +95,37 @@ def make_model(*, salt: int = 0, eos_token_ids: tuple[int, ...] = ()) -> Model:
     )
 
 
-def expected_logits(tokens: Any, *, salt: int = 0) -> np.ndarray:
+def make_window_model(windows: Sequence[int | None], *, is_known: bool = True) -> Model:
+    """The model with a window in each layer (None: sees all); ``is_known``: to the engine too."""
+    model = make_model()
+    sizes = [MAX_POSITION if window is None else window for window in windows]
+    largest = None if None in windows or not is_known else max(sizes)
+    return dataclasses.replace(
+        model,
+        params={**model.params, "windows": jnp.array(sizes, jnp.int32)},
+        spec=dataclasses.replace(model.spec, window=largest),
+        name="integer-hash-windows",
+    )
+
+
+def expected_logits(
+    tokens: Any, *, salt: int = 0, windows: Sequence[int | None] = (None,) * NUM_LAYERS
+) -> np.ndarray:
     """Logits [len(tokens), V] at every position, from the tokens alone."""
     with np.errstate(over="ignore"):
         positions = np.arange(len(tokens))
         state = mix(np.asarray(tokens).astype(np.uint32) + np.uint32(salt))
-        for _ in range(NUM_LAYERS):
+        for window in windows:
             sums = np.cumsum(channel_values(np, state, positions), axis=0)
+            if window is not None:
+                sums[window:] -= sums[:-window].copy()
             state = mix(state ^ fold_sums(np, sums))
         return logits_of(np, state)
 
 
-def expected_greedy(prompt: Any, num_tokens: int, *, salt: int = 0) -> list[int]:
-    """Greedy continuation of ``prompt``."""
+def expected_greedy(prompt: Any, num_tokens: int, **variant: Any) -> list[int]:
+    """Greedy continuation of ``prompt``; ``variant`` as for ``expected_logits``."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(int(np.argmax(expected_logits(tokens, salt=salt)[-1])))
+        tokens.append(int(np.argmax(expected_logits(tokens, **variant)[-1])))
     return tokens[len(prompt) :]

@@ -70,12 +70,13 @@ def next_token(context: np.ndarray, *, sample_index: int = 0) -> int:
 
 
 def tokens_alone(
-    request: Request, *, max_tokens: int, sample_index: int = 0
+    request: Request, *, max_tokens: int, sample_index: int = 0, window: int | None = None
 ) -> tuple[list[int], str]:
     """Output and finish reason of a sequence that has the machine to itself."""
     tokens, output = list(request.prompt_token_ids), []
     while len(output) < max_tokens:
-        output.append(next_token(encode(tokens), sample_index=sample_index))
+        context = encode(tokens)[-(window or len(tokens)) :]
+        output.append(next_token(context, sample_index=sample_index))
         tokens.append(output[-1])
         if output[-1] in request.stop_ids and len(output) > request.params.min_tokens:
             return output, "stop"
@@ -118,8 +119,11 @@ class SlotPool:
 class SlotExecutor:
     """Runs plans on a ``SlotPool`` and row state, and checks whatever a row reads."""
 
-    def __init__(self, manager: BlockManager, *, max_num_seqs: int) -> None:
+    def __init__(
+        self, manager: BlockManager, *, max_num_seqs: int, window: int | None = None
+    ) -> None:
         self._manager = manager
+        self._window = window
         self._pool = SlotPool(manager.num_usable + 1, manager.block_size)
         self._last_tokens: list[int | None] = [None] * max_num_seqs
         self._streams: dict[Sequence, list[int]] = {}
@@ -165,8 +169,12 @@ class SlotExecutor:
         sequence, kv_len = row.sequence, row.start + row.num_new
         context = self._pool.read(self._manager.table_array(sequence.seq_id), kv_len)
         tokens = [*sequence.prompt_token_ids, *self._streams[sequence]][:kv_len]
-        np.testing.assert_array_equal(context, encode(tokens), err_msg=repr(sequence))
-        return context
+        window = self._window or kv_len
+        # Its first query sees the furthest back, its last one makes the token.
+        begin = max(row.start + (row.num_new > 0) - window, 0)
+        seen, expected = context[begin:], encode(tokens)[begin:]
+        np.testing.assert_array_equal(seen, expected, err_msg=repr(sequence))
+        return context[-window:]
 
 
 class SimulatedServer:
@@ -187,6 +195,7 @@ class SimulatedServer:
         prefill_chunk_len: int | None = None,
         max_model_len: int = 1000,
         manager: BlockManager | None = None,
+        window: int | None = None,
     ) -> None:
         self.manager = manager or BlockManager(num_blocks=num_blocks, block_size=block_size)
         self.scheduler = Scheduler(
@@ -196,8 +205,10 @@ class SimulatedServer:
             prefill_row_len=prefill_row_len,
             prefill_chunk_len=prefill_chunk_len,
             max_model_len=max_model_len,
+            window=window,
         )
-        self.executor = SlotExecutor(self.manager, max_num_seqs=max_num_seqs)
+        self.executor = SlotExecutor(self.manager, max_num_seqs=max_num_seqs, window=window)
+        self._window = window
         self.emitted: dict[Sequence, list[int]] = {}
         self.num_steps = 0
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -256,7 +267,10 @@ class SimulatedServer:
         emitted = self.emitted[sequence]
         assert emitted == sequence.output_token_ids
         expected, reason = tokens_alone(
-            sequence.request, max_tokens=sequence.max_tokens, sample_index=sequence.sample_index
+            sequence.request,
+            max_tokens=sequence.max_tokens,
+            sample_index=sequence.sample_index,
+            window=self._window,
         )
         if sequence.finish_reason == "cancelled":
             assert emitted == expected[: len(emitted)]
