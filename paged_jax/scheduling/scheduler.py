@@ -1,4 +1,4 @@
-"""First come, first served continuous batching with chunked prefill (paper section 4.5)."""
+"""Continuous batching with chunked prefill, first come, first served or by priority (paper 4.5)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from paged_jax.scheduling.group import SequenceGroup
 from paged_jax.scheduling.limits import capped_max_tokens
 from paged_jax.scheduling.lineup import Lineup
 from paged_jax.scheduling.plan import NEEDS_VALUES, NeedsValues, Plan, PlanRow
+from paged_jax.scheduling.preemptor import Preemptor
 from paged_jax.scheduling.prompt_rows import PromptBudget, blocks_owed, plan_chunk
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import FinishReason, Sequence, SequenceStatus
@@ -24,9 +25,10 @@ class Scheduler:
     Every step all decoding sequences get one row, then prompts in progress continue, then waiting
     requests are admitted while sequences, tokens, rows and blocks allow. Counters advance when a
     plan is made, so the next one can be made before its tokens have arrived. When blocks run out
-    the latest arrival gives up all of its blocks and goes back to the front of the line; prompt
-    and generated tokens are then its new prompt. While anything is preempted, nothing new starts.
-    A request's sequences (``SequenceGroup``) start, lose their blocks and resume together.
+    whoever ranks last (lowest priority, then latest arrival) gives up all of its blocks and goes
+    back to the line, swapped out or to be computed again (``Preemptor``). While it waits nobody
+    starts who ranks after it. A request's sequences (``SequenceGroup``) start, lose their blocks
+    and resume together.
 
     Each step costs O(1) for each running sequence, and nothing for pool blocks or waiting requests.
 
@@ -37,10 +39,10 @@ class Scheduler:
       prefill_row_len: most tokens of a prefill row (T).
       prefill_chunk_len: most tokens of one prompt in one step; None means the whole budget.
       max_model_len: longest context in tokens.
+      preemptor: how blocks are taken away; None: by recomputation.
 
     Attributes:
-      num_preemptions: sequences that have lost their blocks so far, each time counted.
-      num_recomputed_tokens: computed tokens that preemptions have thrown away.
+      preemptor: counts what it does.
 
     Raises:
       ValueError: a limit is below 1.
@@ -55,6 +57,7 @@ class Scheduler:
         prefill_row_len: int,
         prefill_chunk_len: int | None = None,
         max_model_len: int,
+        preemptor: Preemptor | None = None,
     ) -> None:
         chunk_len = max_num_batched_tokens if prefill_chunk_len is None else prefill_chunk_len
         for name, value in (
@@ -72,8 +75,7 @@ class Scheduler:
         self._row_len = prefill_row_len
         self._chunk_len = chunk_len
         self._max_model_len = max_model_len
-        self.num_preemptions = 0
-        self.num_recomputed_tokens = 0
+        self.preemptor = preemptor or Preemptor(block_manager)
         self._lineup = Lineup(max_num_seqs)
         self._num_added = 0
         self._num_sequences = 0
@@ -102,7 +104,7 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """The sequences that hold blocks, in arrival order."""
+        """The sequences that hold blocks, in order of rank."""
         groups = self._lineup.running
         return tuple(sequence for group in groups for sequence in group.with_tables)
 
@@ -112,7 +114,7 @@ class Scheduler:
         return -(-self._max_num_batched_tokens // self._row_len)
 
     def add(self, request: Request) -> SequenceGroup:
-        """Put a request at the end of the line.
+        """Put a request in the line, behind all others of its priority.
 
         Raises:
           ValueError: the prompt is empty or leaves no room for one new token of each sequence (with
@@ -157,8 +159,9 @@ class Scheduler:
             if reason == "stop" and sequence.finish_reason == "length":
                 sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return False
-        if self._manager.has_table(sequence.seq_id):
-            self._manager.free(sequence.seq_id)
+        manager, seq_id = self._manager, sequence.seq_id
+        if manager.has_table(seq_id) or manager.is_swapped(seq_id):
+            manager.free(seq_id)
         self._lineup.end(sequence)
         sequence.num_pending = 0
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -183,11 +186,14 @@ class Scheduler:
                     prefilling.append(sequence)
                 elif len(sequence.output_token_ids) + sequence.num_pending < sequence.max_tokens:
                     decoding.append(sequence)
-        if not self._make_room(decoding, prefilling):
-            return NEEDS_VALUES
         plan = Plan(self._num_steps + 1)
-        self._plan_decodes(plan, decoding)
-        self._plan_prompts(plan, prefilling)
+        if not self._make_room(plan, decoding, prefilling):
+            return NEEDS_VALUES
+        # Blocks left by swap-outs come with the next step: until then all decode, or nobody.
+        if not plan.swap_outs or self._fits(decoding, self._manager.num_free):
+            self._plan_decodes(plan, decoding)
+        if not plan.swap_outs:
+            self._plan_prompts(plan, prefilling)
         if not plan.is_empty:
             self._num_steps += 1
             self._num_in_flight += 1
@@ -246,34 +252,44 @@ class Scheduler:
         self._manager.check_integrity()
         self._lineup.check_integrity(self._manager)
 
-    def _make_room(self, decoding: list[Sequence], prefilling: list[Sequence]) -> bool:
-        """Preempt until every decoding sequence can append; False to wait for values first."""
+    def _make_room(self, plan: Plan, decoding: list[Sequence], prefilling: list[Sequence]) -> bool:
+        """Preempt until every decoding sequence can append, after swap-outs from the next step on.
+
+        False to wait for values first: they may end a sequence, whose blocks are enough.
+        """
         manager = self._manager
         if manager.num_free >= len(decoding):
             return True
-        while manager.num_new_blocks_for([s.seq_id for s in decoding]) > manager.num_free:
+        while not self._fits(decoding, manager.num_free_next):
             if self._num_in_flight:
                 return False
             if len(self._lineup.running) == 1:
                 raise RuntimeError(
-                    f"the one running request needs a block, {manager.num_free} of "
+                    f"the one running request needs a block, {manager.num_free_next} of "
                     f"{manager.num_usable} are free, and it holds the rest: {self.running[0]}"
                 )
             victim = self._lineup.latest
             for sequences in (decoding, prefilling):
                 while sequences and sequences[-1].request is victim.request:
                     sequences.pop()
-            self._preempt(victim)
+            self.preemptor.preempt(victim, plan)
+            self._lineup.put_back(victim)
         return True
 
-    def _plan_decodes(self, plan: Plan, decoding: list[Sequence]) -> None:
+    def _fits(self, decoding: list[Sequence], num_free: int) -> bool:
+        """Whether each can append a token in that many blocks."""
+        return self._manager.num_new_blocks_for([s.seq_id for s in decoding]) <= num_free
+
+    def _plan_decodes(
+        self, plan: Plan, decoding: list[Sequence], *, from_host: bool = False
+    ) -> None:
         append, rows = self._manager.append, plan.decode_rows
         for sequence in decoding:
             copies = append(sequence.seq_id)
             assert copies is not None, "room was made before"
             if copies:
                 plan.copies.extend(copies)
-            rows.append(PlanRow(sequence, sequence.num_computed, 1, True))
+            rows.append(PlanRow(sequence, sequence.num_computed, 1, True, from_host))
             sequence.num_computed += 1
             sequence.num_pending += 1
 
@@ -287,14 +303,21 @@ class Scheduler:
             group = self._lineup.group_of(sequence)
             plan_chunk(plan, group, sequence, budget, manager)
             debt += blocks_owed(group, sequence, manager)
-        while budget.num_tokens and budget.num_rows and self._lineup.free_slots:
+        while self._lineup.free_slots:
             group = self._lineup.next
             if group is None or not self._can_start(group, debt):
                 return
-            self._start(group)
+            if self.preemptor.is_swapped(group):
+                self._resume(plan, group)
+            elif budget.num_tokens and budget.num_rows:
+                self._start(group)
+            else:
+                return
             plan.admitted.extend(group.live)
-            plan_chunk(plan, group, group.leader, budget, manager)
-            debt += blocks_owed(group, group.leader, manager)
+            for sequence in group.with_tables:
+                if sequence.num_computed < sequence.num_prefill:
+                    plan_chunk(plan, group, sequence, budget, manager)
+                    debt += blocks_owed(group, sequence, manager)
 
     def _can_start(self, group: SequenceGroup, debt: int) -> bool:
         """Whether all known tokens fit beside the prompts in progress, which ``debt`` blocks."""
@@ -302,8 +325,11 @@ class Scheduler:
         if num_live > len(self._lineup.free_slots):
             return False
         worst_case = group.max_blocks(manager.block_size)
-        num_blocks = group.known_blocks(manager.block_size) + num_live
-        if min(num_blocks, worst_case) + debt > manager.num_free:
+        if self.preemptor.is_swapped(group):
+            num_blocks = self.preemptor.num_blocks_to_resume(group)
+        else:
+            num_blocks = group.known_blocks(manager.block_size)
+        if min(num_blocks + num_live, worst_case) + debt > manager.num_free:
             return False
         can_be_preempted = group.num_preemptions < _MAX_OPTIMISTIC_PREEMPTIONS
         if can_be_preempted:
@@ -317,15 +343,10 @@ class Scheduler:
         for sequence in group.live:
             sequence.num_prefill = sequence.num_tokens
 
-    def _preempt(self, group: SequenceGroup) -> None:
-        num_shared = group.leader.num_prompt
-        for sequence in group.live:
-            is_leader = sequence is group.leader
-            num_own = sequence.num_computed - (0 if is_leader else num_shared)
-            self.num_preemptions += 1
-            self.num_recomputed_tokens += max(num_own, 0)
-            if self._manager.has_table(sequence.seq_id):
-                self._manager.free(sequence.seq_id)
-            sequence.num_preemptions += 1
-            sequence.num_computed = 0
-        self._lineup.put_back(group)
+    def _resume(self, plan: Plan, group: SequenceGroup) -> None:
+        """Go on with a swapped group where it was: its decoding sequences do so in this step."""
+        most = group.max_blocks(self._manager.block_size)
+        self._lineup.start(group, worst_case_blocks=most)
+        self.preemptor.swap_in(group, plan)
+        decoding = [s for s in group.with_tables if s.num_computed >= s.num_prefill]
+        self._plan_decodes(plan, decoding, from_host=True)
