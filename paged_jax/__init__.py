@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paged_jax.outputs import Completion, PositionLogprobs, RequestOutput
     from paged_jax.pool import KVPool
     from paged_jax.sampling.params import SamplingParams
+    from paged_jax.scheduling.preemption import PreemptionCosts
 
 # Names are imported when they are first used: the host side (``paged_jax.blocks``,
 # ``paged_jax.scheduling``) is plain Python and can be used without importing jax.
@@ -29,6 +30,7 @@ _MODULES = {
     "ModelSpec": "config",
     "PagedKVCache": "cache",
     "PositionLogprobs": "outputs",
+    "PreemptionCosts": "scheduling.preemption",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling.params",
     "Tokenizer": "model",
@@ -47,6 +49,7 @@ __all__ = [
     "ModelSpec",
     "PagedKVCache",
     "PositionLogprobs",
+    "PreemptionCosts",
     "RequestOutput",
     "SamplingParams",
     "Tokenizer",

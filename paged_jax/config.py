@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import os
-from typing import Any
+from typing import Any, Literal
+
+from paged_jax.scheduling.preemption import PREEMPTION_MODES, PreemptionCosts, PreemptionMode
 
 EVENT_LOG_BYTES = 64 * 2**20
 EVENT_LOG_FILES = 8
+Scheduling = Literal["fcfs", "priority"]
+SCHEDULINGS: tuple[Scheduling, ...] = ("fcfs", "priority")
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 
 
@@ -82,6 +86,14 @@ class EngineConfig:
         changes the numbers (paging does not): results are close to, not equal to, a float pool's.
       pool_head_dim: channels a head in the pool, at least the model's, the rest zeros; None means
         the model's own. Some kernels take only some sizes; the pool's bytes grow with it.
+      preemption: how requests lose their blocks when the pool is full (docs/preemption.md):
+        'recompute', 'swap' to a pool in host memory, or 'auto', the faster one by a cost model.
+      num_host_blocks: blocks of the host pool, one that is never used included.
+      swap_bytes: bytes that the host pool may take, instead. With neither it is as large as the
+        device's pool; memory is taken as blocks are first swapped.
+      preemption_costs: what 'auto' goes by; None: figures for the device.
+      scheduling: 'fcfs' (first come, first served), or 'priority': a request of lower ``priority``
+        starts first and is preempted last.
       max_num_seqs: most sequences in one step.
       max_num_batched_tokens: most prompt tokens computed in one step (the token budget).
       prefill_row_len: tokens a prefill row (T); prompts are cut into rows of this length.
@@ -103,7 +115,8 @@ class EngineConfig:
       event_log_files: full files that are kept beside it.
 
     Raises:
-      ValueError: a value is out of range, or the pool is sized in two ways.
+      ValueError: a value is out of range, a pool is sized in two ways, or there is a size of the
+        host pool without swapping, or costs without 'auto'.
     """
 
     block_size: int = 16
@@ -112,6 +125,11 @@ class EngineConfig:
     memory_fraction: float | None = None
     kv_dtype: str = "float32"
     pool_head_dim: int | None = None
+    preemption: PreemptionMode = "recompute"
+    num_host_blocks: int | None = None
+    swap_bytes: int | None = None
+    preemption_costs: PreemptionCosts | None = None
+    scheduling: Scheduling = "fcfs"
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     prefill_row_len: int = 32
@@ -142,6 +160,8 @@ class EngineConfig:
             ("num_blocks", 2),
             ("pool_bytes", 1),
             ("pool_head_dim", 1),
+            ("num_host_blocks", 2),
+            ("swap_bytes", 1),
             ("prefill_chunk_len", 1),
             ("max_model_len", 1),
         ):
@@ -173,8 +193,31 @@ class EngineConfig:
             self.kv_dtype in KV_DTYPES,
             f"kv_dtype={self.kv_dtype!r} must be one of {', '.join(map(repr, KV_DTYPES))}",
         )
+        self._check_preemption()
         require(
             not self.kernel_interpreter or self.attention_backend in ("mosaic", "triton"),
             f"attention_backend={self.attention_backend!r} must be 'mosaic' or 'triton' with "
             "kernel_interpreter=True",
+        )
+
+    def _check_preemption(self) -> None:
+        for name, choices in (("preemption", PREEMPTION_MODES), ("scheduling", SCHEDULINGS)):
+            value = getattr(self, name)
+            require(
+                value in choices, f"{name}={value!r} must be one of {', '.join(map(repr, choices))}"
+            )
+        sizes = [n for n in ("num_host_blocks", "swap_bytes") if getattr(self, n) is not None]
+        require(len(sizes) <= 1, f"size the host pool in one way, not by {' and '.join(sizes)}")
+        require(
+            not sizes or self.preemption != "recompute",
+            f"preemption={self.preemption!r} must be 'swap' or 'auto' with {' '.join(sizes)}",
+        )
+        costs = self.preemption_costs
+        require(
+            costs is None or isinstance(costs, PreemptionCosts),
+            f"preemption_costs={costs!r} must be PreemptionCosts or None",
+        )
+        require(
+            costs is None or self.preemption == "auto",
+            f"preemption={self.preemption!r} must be 'auto' with preemption_costs",
         )

@@ -10,26 +10,31 @@ import itertools
 import threading
 import time
 
+import jax
 import numpy as np
 
 from paged_jax.blocks.block_manager import BlockManager
 from paged_jax.config import EngineConfig, require
 from paged_jax.engine_record import EngineRecord, open_event_log
 from paged_jax.executor import JaxExecutor
+from paged_jax.host_pool import resolve_num_host_blocks
 from paged_jax.live_request import LiveCompletion, LiveRequest
 from paged_jax.metrics import EngineStats
 from paged_jax.model import Model
 from paged_jax.outputs import RequestOutput
-from paged_jax.pool import resolve_num_blocks
+from paged_jax.pool import bytes_per_block, resolve_num_blocks
 from paged_jax.prompts import Prompt, encode_prompt
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduling.plan import NeedsValues, Plan
+from paged_jax.scheduling.preemption import PreemptionCosts, default_costs
+from paged_jax.scheduling.preemptor import Preemptor
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.scheduling.sequence import Sequence
 from paged_jax.scheduling.window import most_blocks
 from paged_jax.step_result import StepHandle
 from paged_jax.text_stream import TextStream
+from pallas_kernels.devices import current_device
 
 
 class EngineCore:
@@ -43,12 +48,22 @@ class EngineCore:
         self.model = model
         self.num_blocks = resolve_num_blocks(config, model.spec)
         self.max_model_len = _resolve_max_model_len(config, model, self.num_blocks)
+        block_nbytes = bytes_per_block(
+            model.spec,
+            block_size=config.block_size,
+            dtype=config.kv_dtype,
+            head_dim=config.pool_head_dim,
+        )
+        num_host_blocks = resolve_num_host_blocks(
+            config, num_blocks=self.num_blocks, block_nbytes=block_nbytes
+        )
         log = self.event_log = open_event_log(config, num_blocks=self.num_blocks)
         self.block_manager = BlockManager(
             num_blocks=self.num_blocks,
             block_size=config.block_size,
             tracks_freed=config.zero_on_free,
             observer=None if log is None else log.take,
+            num_host_blocks=num_host_blocks,
         )
         self.scheduler = Scheduler(
             self.block_manager,
@@ -58,6 +73,12 @@ class EngineCore:
             prefill_chunk_len=config.prefill_chunk_len,
             max_model_len=self.max_model_len,
             window=model.spec.window,
+            preemptor=Preemptor(
+                self.block_manager,
+                mode=config.preemption,
+                costs=_preemption_costs(config, model),
+                block_nbytes=block_nbytes,
+            ),
         )
         self._record = log and EngineRecord(
             log, scheduler=self.scheduler, block_manager=self.block_manager
@@ -66,6 +87,7 @@ class EngineCore:
             model,
             config,
             num_blocks=self.num_blocks,
+            num_host_blocks=num_host_blocks,
             max_model_len=self.max_model_len,
             table_of=self.block_manager.table_array,
             seed_of=lambda sequence: self._by_sequence[sequence].seed,
@@ -77,7 +99,6 @@ class EngineCore:
         self._ready: list[RequestOutput] = []
         self._dead: BaseException | None = None
         self._stepping = threading.Lock()
-        self._num_preemptions = 0
         self._counter = itertools.count()
         self._seeds = np.random.Generator(np.random.PCG64(config.seed))
 
@@ -97,6 +118,7 @@ class EngineCore:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a prompt.
 
@@ -104,6 +126,8 @@ class EngineCore:
           prompt: text (needs a tokenizer) or token ids.
           params: how to sample and when to stop.
           request_id: a name not in use; None makes one.
+          priority: with ``EngineConfig.scheduling='priority'``: requests of a lower one start
+            first and are preempted last.
 
         Returns:
           The request's id.
@@ -112,7 +136,7 @@ class EngineCore:
           ValueError: the prompt is empty, holds a token outside the vocabulary, or leaves no room
             for one new token of each completion in ``max_model_len`` or the pool; more completions
             than ``max_num_seqs`` are asked for; the parameters do not fit the model; the id is in
-            use.
+            use; the priority is no integer, or not 0 without ``scheduling='priority'``.
         """
         self._check_alive()
         params = SamplingParams() if params is None else params
@@ -130,10 +154,17 @@ class EngineCore:
             request_id is None or isinstance(request_id, str),
             f"request_id={request_id!r} must be a string or None",
         )
+        _check_priority(priority, self.config)
         if request_id is None:
             names = (f"request-{number}" for number in self._counter)
             request_id = next(name for name in names if name not in self._by_id)
-        request = Request(request_id, token_ids, params, eos_token_ids=self.model.eos_token_ids)
+        request = Request(
+            request_id,
+            token_ids,
+            params,
+            eos_token_ids=self.model.eos_token_ids,
+            priority=priority,
+        )
         group = self.scheduler.add(request)
         seed = params.seed
         if seed is None:
@@ -274,9 +305,7 @@ class EngineCore:
         stats.num_positions += handle.num_positions
         stats.num_padding_positions += handle.num_positions - handle.num_real_positions
         stats.num_copied_blocks += len(plan.copies)
-        num_preemptions = self.scheduler.num_preemptions
-        stats.num_preemptions += num_preemptions - self._num_preemptions
-        self._num_preemptions = num_preemptions
+        self._count_preemptions(plan)
         stats.pack_seconds += handle.pack_seconds
         blocks = manager.stats()
         stats.peak_used_blocks = max(stats.peak_used_blocks, blocks.used)
@@ -284,6 +313,18 @@ class EngineCore:
         stats.filled_slots += blocks.filled
         if self._record is not None:
             self._record.dispatch(plan, blocks)
+
+    def _count_preemptions(self, plan: Plan) -> None:
+        stats = self.stats
+        for preemption in plan.preemptions:
+            num_sequences = len(preemption.sequences)
+            stats.num_preemptions += num_sequences
+            stats.num_swap_preemptions += num_sequences * preemption.is_swap
+            stats.num_swap_refusals += num_sequences * preemption.is_refused
+        stats.num_swapped_out_blocks += len(plan.swap_outs)
+        stats.num_swapped_in_blocks += len(plan.swap_ins)
+        num_swaps = len(plan.swap_outs) + len(plan.swap_ins)
+        stats.swapped_bytes += num_swaps * self.executor.pool.block_nbytes
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self.model.tokenizer is None:
@@ -313,3 +354,22 @@ def _resolve_max_model_len(config: EngineConfig, model: Model, num_blocks: int) 
     if most_blocks(wanted, model.spec.window, config.block_size) < num_blocks:
         return wanted
     return (num_blocks - 1) * config.block_size
+
+
+def _check_priority(priority: int, config: EngineConfig) -> None:
+    is_int = isinstance(priority, int) and not isinstance(priority, bool)
+    require(is_int, f"priority={priority!r} must be an integer")
+    require(
+        priority == 0 or config.scheduling == "priority",
+        f"priority={priority} must be 0 with scheduling={config.scheduling!r}",
+    )
+
+
+def _preemption_costs(config: EngineConfig, model: Model) -> PreemptionCosts | None:
+    """What the policy 'auto' goes by, from the settings or for this device and model."""
+    if config.preemption != "auto" or config.preemption_costs is not None:
+        return config.preemption_costs
+    device = current_device()
+    num_params = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(model.params))
+    rate = device.matmul_rate if device.is_cuda else None
+    return default_costs(num_params=num_params, matmul_rate=rate)

@@ -28,7 +28,7 @@ class EngineRecord:
         self._scheduler = scheduler
         self._manager = block_manager
         self._last_step = 0
-        scheduler.on_preempt = self.preempt
+        scheduler.preemptor.on_preempt = self.preempt
 
     def begin_step(self) -> None:
         """A step is planned: lines carry its number from now on."""
@@ -41,7 +41,7 @@ class EngineRecord:
         self._request("arrive", sequences, lens)
 
     def preempt(self, sequences: SequenceOf[Sequence], mode: str) -> None:
-        """A running request is about to lose its blocks; its sequences that have not ended."""
+        """A running request loses its blocks; its sequences that have not ended."""
         computed = [sequence.num_computed for sequence in sequences]
         self._request("preempt", sequences, {"reason": mode, "computed_tokens": computed})
 

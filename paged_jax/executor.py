@@ -14,6 +14,7 @@ from paged_jax.batch import BatchLayout, BatchPacker, padded_rows, row_buckets
 from paged_jax.block_fill import ID_BUCKETS, make_block_fill, padded_ids
 from paged_jax.blocks.block_moves import FreedBlocks
 from paged_jax.config import EngineConfig
+from paged_jax.host_pool import HostPool
 from paged_jax.model import Model
 from paged_jax.pool import KVPool
 from paged_jax.row_state import create, load_counts, with_penalties, without_penalties
@@ -39,6 +40,7 @@ class JaxExecutor:
       model: the model.
       config: engine settings.
       num_blocks: blocks of the pool, the null block included.
+      num_host_blocks: blocks of the host pool; 0: none.
       max_model_len: longest context in tokens.
       table_of: the block manager's table of a sequence id, as int32.
       seed_of: the 64-bit seed of a sequence.
@@ -53,6 +55,7 @@ class JaxExecutor:
         config: EngineConfig,
         *,
         num_blocks: int,
+        num_host_blocks: int = 0,
         max_model_len: int,
         table_of: Callable[[int], np.ndarray],
         seed_of: Callable[[Sequence], int],
@@ -94,6 +97,9 @@ class JaxExecutor:
         self._step = make_step(model.apply, **facts, **choices)
         self._copy = make_block_copy(**choices)
         self._fill = make_block_fill(donate=config.donate)
+        self.host_pool = (
+            HostPool(self.pool, num_blocks=num_host_blocks, **choices) if num_host_blocks else None
+        )
         self._load_counts = jax.jit(
             load_counts, donate_argnames=("state",) if config.donate else ()
         )
@@ -105,20 +111,26 @@ class JaxExecutor:
     def max_plain_programs(self) -> int:
         """Most programs that greedy requests compile, for any lengths and any number of them.
 
-        One a batch shape, the pool, the row state and the block copy. Each further combination of
+        One a batch shape, the pool, the row state and the block copy, and with a host pool two for
+        each of its buffer sizes. Each further combination of
         sampling features that is in use at once (``SamplerFlags``: chance, penalties, three bias
         widths, four log-probability widths) adds at most one a batch shape; penalties add two more
         and prompt log-probabilities one a width. Requests for several completions (n > 1) add at
         most two a prefill shape, for the steps in which their prompts end. ``zero_on_free`` has a
         program for each number of blocks in ``ID_BUCKETS``.
         """
-        num_fills = len(ID_BUCKETS) if self._config.zero_on_free else 0
-        return len(self._decode_buckets) + len(self._prefill_buckets) + 3 + num_fills
+        num_moves = 1 if self.host_pool is None else 1 + self.host_pool.max_programs
+        num_moves += len(ID_BUCKETS) if self._config.zero_on_free else 0
+        return len(self._decode_buckets) + len(self._prefill_buckets) + 2 + num_moves
 
     def execute(self, plan: Plan) -> StepHandle:
-        """Dispatch a plan and return at once: copies first, then prompts, then decode."""
-        self._run_copies(plan.copies)
+        """Dispatch a plan and return at once: swaps and copies, then prompts, then decode."""
         handle = StepHandle(plan.sampling_rows, [], self._config.check_logits)
+        if self.host_pool is not None and (plan.swap_outs or plan.swap_ins):
+            self.host_pool.store(self.pool, plan.swap_outs)
+            self.pool = self.host_pool.load(self.pool, plan.swap_ins)
+            handle.settle = self.host_pool.settle
+        self._run_copies(plan.copies)
         self._load_penalties(plan)
         rows = plan.prefill_rows + plan.branch_rows + plan.decode_rows
         flags = _flags_of({row.sequence for row in rows})
@@ -198,6 +210,8 @@ class JaxExecutor:
     def _load_penalties(self, plan: Plan) -> None:
         """Keep token counts exactly while some request of the plan uses penalties."""
         rows = plan.prefill_rows + plan.branch_rows + plan.decode_rows
+        if not rows:  # a step that only swaps: whoever decodes next still needs its counts
+            return
         if not any(row.sequence.request.params.needs_penalties for row in rows):
             self.state = without_penalties(self.state)
             return

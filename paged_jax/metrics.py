@@ -54,6 +54,11 @@ class EngineStats:
       num_positions: token positions computed, padding included.
       num_padding_positions: of those, the padding.
       num_preemptions: sequences that lost their blocks.
+      num_swap_preemptions: of those, swapped out.
+      num_swap_refusals: of the others, those that the host pool had no room for.
+      num_swapped_out_blocks: blocks that went to the host pool.
+      num_swapped_in_blocks: blocks that came back.
+      swapped_bytes: both together.
       num_copied_blocks: copy-on-write copies.
       peak_used_blocks: most blocks in use after any step.
       filled_slots: sum over steps of slots that hold a token.
@@ -69,6 +74,11 @@ class EngineStats:
     num_positions: int = 0
     num_padding_positions: int = 0
     num_preemptions: int = 0
+    num_swap_preemptions: int = 0
+    num_swap_refusals: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    swapped_bytes: int = 0
     num_copied_blocks: int = 0
     peak_used_blocks: int = 0
     filled_slots: int = 0

@@ -64,7 +64,7 @@ class RequestOutput:
       arrival_time: seconds, ``time.monotonic()``, as are the next two.
       first_token_time: when the first token of any completion reached the host.
       finish_time: when the last completion ended; None before.
-      num_preemptions: times that the request lost its blocks and was recomputed.
+      num_preemptions: times that the request lost its blocks, was swapped out or recomputed.
     """
 
     request_id: str

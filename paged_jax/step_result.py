@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -59,6 +60,7 @@ class StepHandle:
       sampling_rows: the plan's, in the order of a result's tokens.
       dispatches: the programs that the plan became.
       check_logits: look for NaN.
+      settle: waits for what the step swapped out.
       num_positions: token positions computed, padding included.
       num_real_positions: of those, real tokens.
       pack_seconds: host time in making the arrays.
@@ -67,6 +69,7 @@ class StepHandle:
     sampling_rows: list[PlanRow]
     dispatches: list[Dispatch]
     check_logits: bool
+    settle: Callable[[], None] | None = None
     num_positions: int = 0
     num_real_positions: int = 0
     pack_seconds: float = 0.0
@@ -92,6 +95,8 @@ class StepHandle:
             entries = _sampled_entries(sampling, outputs, token_ids)
             for index, row in sampling:
                 sampled[row.sequence] = token_ids[index], entries.get(index)
+        if self.settle is not None:
+            self.settle()
         # Programs take rows by kind, so their order is not the plan's.
         for row in self.sampling_rows:
             token_id, entry = sampled[row.sequence]

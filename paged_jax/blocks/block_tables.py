@@ -81,6 +81,16 @@ class BlockTables:
         return len(self._tables)
 
     @property
+    def num_free_next(self) -> int:
+        """Blocks that can be handed out once the next step begins, if nothing else happens."""
+        return self.num_free + len(self._busy.deferred)
+
+    @property
+    def num_swapped(self) -> int:
+        """Sequences that are swapped out."""
+        return len(self._host.tables)
+
+    @property
     def num_free_host(self) -> int:
         """Host blocks that can be swapped to now."""
         return self._host.num_free

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from paged_jax.blocks.block_manager import BlockManager
 from paged_jax.blocks.block_pool import NULL_BLOCK
 from paged_jax.scheduling.group import SequenceGroup
+from paged_jax.scheduling.line import Line, rank
 from paged_jax.scheduling.sequence import Sequence, SequenceStatus
 from paged_jax.scheduling.window import first_needed
 
@@ -15,9 +16,9 @@ from paged_jax.scheduling.window import first_needed
 class Queues(NamedTuple):
     """The scheduler's queues and counters, to be checked."""
 
-    running: Collection[SequenceGroup]
-    preempted: Collection[SequenceGroup]
-    waiting: Collection[SequenceGroup]
+    running: Line
+    preempted: Line
+    waiting: Line
     live: Iterable[SequenceGroup]
     free_slots: list[int]
     num_slots: int
@@ -32,20 +33,26 @@ def check_queues(queues: Queues, manager: BlockManager) -> None:
     """
     slots = [sequence.state_slot for group in queues.running for sequence in group.live]
     line = [*queues.running, *queues.preempted, *queues.waiting]
-    arrivals = [group.request.arrival for group in line]
+    by_rank = sorted(line, key=rank)
     worst_case = sum(group.worst_case_blocks for group in queues.running)
     num_tables = sum(len(group.with_tables) for group in queues.running)
+    swapped = [group for group in queues.preempted if manager.is_swapped(group.leader.seq_id)]
+    num_swapped = sum(len(group.with_tables) for group in swapped)
+    admitted = [*queues.running, *queues.preempted]
     for holds, what in (
         (sorted(slots + queues.free_slots) == list(range(queues.num_slots)), "state slots"),
-        (arrivals == sorted(set(arrivals)), "arrival order"),
+        (by_rank == sorted(line, key=lambda group: group.request.priority), "arrival order"),
+        (admitted == [group for group in by_rank if group in admitted], "order"),
         (set(line) == set(queues.live) and all(group.live for group in line), "live requests"),
         (manager.num_sequences == num_tables, "tables"),
+        (manager.num_swapped == num_swapped, "swapped tables"),
         (queues.worst_case_blocks == worst_case, "worst case"),
     ):
         if not holds:
             raise RuntimeError(
                 f"{what} broken: slots={slots}, free slots={queues.free_slots}, line={line}, "
                 f"live={queues.live}, tables={manager.num_sequences} for {num_tables}, "
+                f"swapped={manager.num_swapped} for {num_swapped}, "
                 f"worst case={queues.worst_case_blocks}, recounted={worst_case}"
             )
     for groups, status in (
@@ -94,7 +101,11 @@ def check_sequence(
     """
     is_running = status is SequenceStatus.RUNNING
     num_held = manager.num_tokens(sequence.seq_id) if manager.has_table(sequence.seq_id) else 0
-    agrees = _running_agrees(sequence, num_held) if is_running else _idle_agrees(sequence)
+    is_swapped = manager.is_swapped(sequence.seq_id)
+    if is_running:
+        agrees = _running_agrees(sequence, num_held)
+    else:
+        agrees = sequence.state_slot == -1 and _idle_agrees(sequence, is_swapped=is_swapped)
     num_sampled = sequence.num_output + sequence.num_pending
     if (
         sequence.status is not status
@@ -120,5 +131,7 @@ def _running_agrees(sequence: Sequence, num_held: int) -> bool:
     return sequence.num_tokens - sequence.num_computed == num_inputs
 
 
-def _idle_agrees(sequence: Sequence) -> bool:
-    return sequence.state_slot == -1 and sequence.num_computed == sequence.num_pending == 0
+def _idle_agrees(sequence: Sequence, *, is_swapped: bool) -> bool:
+    if is_swapped:
+        return sequence.num_pending == 0 and _running_agrees(sequence, sequence.num_computed)
+    return sequence.num_computed == sequence.num_pending == 0

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 
 from paged_jax.blocks.block_manager import BlockManager
 from paged_jax.scheduling.group import SequenceGroup
 from paged_jax.scheduling.integrity import Queues, check_queues
+from paged_jax.scheduling.line import Line, rank
 from paged_jax.scheduling.sequence import Sequence, SequenceStatus
 
 
 class Lineup:
-    """The queues of sequence groups, all in arrival order, and the state slots of those that run.
+    """The queues of sequence groups, each in order of rank, and the state slots of those that run.
 
-    Everyone preempted is later than everyone running, and everyone waiting is later still.
+    Everyone preempted ranks after everyone running. Of one priority, everyone waiting ranks later
+    still.
 
     Args:
       num_slots: most running sequences; their state slots are ``0 .. num_slots - 1``.
@@ -39,9 +40,9 @@ class Lineup:
     )
 
     def __init__(self, num_slots: int) -> None:
-        self.running: OrderedDict[SequenceGroup, None] = OrderedDict()
-        self.preempted: OrderedDict[SequenceGroup, None] = OrderedDict()
-        self.waiting: OrderedDict[SequenceGroup, None] = OrderedDict()
+        self.running = Line()
+        self.preempted = Line()
+        self.waiting = Line()
         self.live: dict[Hashable, SequenceGroup] = {}
         self.free_slots = list(range(num_slots))[::-1]
         self.worst_case_blocks = 0
@@ -49,59 +50,60 @@ class Lineup:
 
     @property
     def next(self) -> SequenceGroup | None:
-        """The group that starts next: while anyone is preempted, nobody new."""
-        line = self.preempted or self.waiting
-        return next(iter(line)) if line else None
+        """The group that starts or resumes next; while it cannot, nobody does.
+
+        So while anyone is preempted, nobody starts who ranks after it: new ones of its priority all
+        do, and only a more urgent one passes.
+        """
+        heads = [line.first for line in (self.preempted, self.waiting) if line.first is not None]
+        return min(heads, key=rank, default=None)
 
     @property
     def latest(self) -> SequenceGroup:
         """The running group that is preempted first."""
-        return next(reversed(self.running))
+        return self.running.last
 
     def group_of(self, sequence: Sequence) -> SequenceGroup:
         """The group of a live sequence."""
         return self.live[sequence.request.request_id]
 
     def add(self, group: SequenceGroup) -> None:
-        """Put a new group at the end of the line."""
+        """Put a new group in the line."""
         self.live[group.request.request_id] = group
-        self.waiting[group] = None
+        self.waiting.add(group)
 
     def start(self, group: SequenceGroup, *, worst_case_blocks: int) -> None:
         """Let ``next`` run: its live sequences get state slots."""
-        del (self.preempted or self.waiting)[group]
+        self._line_of(group).remove(group)
         group.worst_case_blocks = worst_case_blocks
         self.worst_case_blocks += worst_case_blocks
-        self.running[group] = None
+        self.running.add(group)
         for sequence in group.live:
             sequence.state_slot = self.free_slots.pop()
             sequence.status = SequenceStatus.RUNNING
 
     def put_back(self, group: SequenceGroup) -> None:
-        """Move a running group to the front of the preempted ones: its state slots are free."""
-        del self.running[group]
+        """Move a running group to the preempted ones: its state slots are free."""
+        self.running.remove(group)
         self.worst_case_blocks -= group.worst_case_blocks
         for sequence in group.live:
             self._take_slot(sequence)
             sequence.status = SequenceStatus.PREEMPTED
-        self.preempted[group] = None
-        self.preempted.move_to_end(group, last=False)
+        self.preempted.add(group)
 
     def end(self, sequence: Sequence) -> None:
         """Take a live sequence out; with the last one of its group, the group too."""
-        group, status = self.group_of(sequence), sequence.status
+        group = self.group_of(sequence)
+        line = self._line_of(group)
         group.live.remove(sequence)
-        is_running = status is SequenceStatus.RUNNING
-        if is_running:
+        if line is self.running:
             self._take_slot(sequence)
         sequence.status = SequenceStatus.FINISHED
         if group.live:
             return
-        if is_running:
-            del self.running[group]
+        line.remove(group)
+        if line is self.running:
             self.worst_case_blocks -= group.worst_case_blocks
-        else:
-            del (self.preempted if status is SequenceStatus.PREEMPTED else self.waiting)[group]
         del self.live[sequence.request.request_id]
 
     def check_integrity(self, manager: BlockManager) -> None:
@@ -120,6 +122,14 @@ class Lineup:
             worst_case_blocks=self.worst_case_blocks,
         )
         check_queues(queues, manager)
+
+    def _line_of(self, group: SequenceGroup) -> Line:
+        lines = {
+            SequenceStatus.RUNNING: self.running,
+            SequenceStatus.PREEMPTED: self.preempted,
+            SequenceStatus.WAITING: self.waiting,
+        }
+        return lines[group.leader.status]
 
     def _take_slot(self, sequence: Sequence) -> None:
         self.free_slots.append(sequence.state_slot)

@@ -1,11 +1,11 @@
-"""What one step does: block copies, then prefill and decode rows."""
+"""What one step does: moves of blocks, then prefill and decode rows."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import NamedTuple
 
-from paged_jax.blocks.block_manager import BlockCopy
+from paged_jax.blocks.block_manager import BlockCopy, BlockSwap
 from paged_jax.scheduling.sequence import Sequence
 
 
@@ -25,12 +25,26 @@ class PlanRow(NamedTuple):
     from_host: bool = False
 
 
+class Preemption(NamedTuple):
+    """A group that loses its blocks: its live ``sequences`` go to the host pool, or are recomputed.
+
+    ``is_refused``: they were to be swapped, and the host pool had no room.
+    """
+
+    sequences: tuple[Sequence, ...]
+    is_swap: bool
+    is_refused: bool
+
+
 @dataclasses.dataclass(slots=True)
 class Plan:
-    """One step's work, in the order in which the device does it: copies, then rows.
+    """One step's work, in the order in which the device does it: swaps, copies, then rows.
 
     Attributes:
       step: number of this step, from 1.
+      preemptions: who loses its blocks before this step.
+      swap_outs: blocks that go to the host pool, before anything else.
+      swap_ins: blocks that come back from it, which may be where others have just left.
       copies: ``(src, dst)`` block copies; no block is in both columns.
       prefill_rows: rows of prompts; several may belong to one sequence, in position order.
       branch_rows: rows that compute nothing (``num_new=0``): the other sequences of a group whose
@@ -41,6 +55,9 @@ class Plan:
     """
 
     step: int
+    preemptions: list[Preemption] = dataclasses.field(default_factory=list)
+    swap_outs: list[BlockSwap] = dataclasses.field(default_factory=list)
+    swap_ins: list[BlockSwap] = dataclasses.field(default_factory=list)
     copies: list[BlockCopy] = dataclasses.field(default_factory=list)
     prefill_rows: list[PlanRow] = dataclasses.field(default_factory=list)
     branch_rows: list[PlanRow] = dataclasses.field(default_factory=list)
@@ -49,8 +66,8 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return not (self.prefill_rows or self.decode_rows)
+        """Whether there is nothing to do; a step may do nothing but swap."""
+        return not (self.prefill_rows or self.decode_rows or self.swap_outs or self.swap_ins)
 
     @property
     def sampling_rows(self) -> list[PlanRow]:

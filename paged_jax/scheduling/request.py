@@ -18,6 +18,8 @@ class Request:
       params: limits and stop conditions. The scheduler reads ``num_samples``, ``max_tokens``,
         ``min_tokens``, ``stop_token_ids`` and ``ignore_eos`` only.
       eos_token_ids: the model's end tokens.
+      priority: requests of a lower one are served first; the same for all: first come, first
+        served.
 
     Attributes:
       arrival: its place in the line, -1 until the scheduler has added it.
@@ -30,6 +32,7 @@ class Request:
         "eos_token_ids",
         "num_samples",
         "params",
+        "priority",
         "prompt_token_ids",
         "request_id",
         "stop_ids",
@@ -42,11 +45,13 @@ class Request:
         params: SamplingParams,
         *,
         eos_token_ids: Collection[int] = (),
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.priority = priority
         self.arrival = -1
         self.num_samples = params.num_samples
         ends = () if params.ignore_eos else self.eos_token_ids

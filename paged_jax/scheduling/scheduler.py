@@ -1,8 +1,8 @@
-"""First come, first served continuous batching with chunked prefill (paper section 4.5)."""
+"""Continuous batching with chunked prefill, first come, first served or by priority (paper 4.5)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 
 from paged_jax.blocks.block_manager import BlockManager
@@ -10,6 +10,7 @@ from paged_jax.scheduling.group import SequenceGroup
 from paged_jax.scheduling.limits import capped_max_tokens
 from paged_jax.scheduling.lineup import Lineup
 from paged_jax.scheduling.plan import NEEDS_VALUES, NeedsValues, Plan, PlanRow
+from paged_jax.scheduling.preemptor import Preemptor
 from paged_jax.scheduling.prompt_rows import PromptBudget, blocks_owed, plan_chunk
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import FinishReason, Sequence, SequenceStatus
@@ -25,9 +26,10 @@ class Scheduler:
     Every step all decoding sequences get one row, then prompts in progress continue, then waiting
     requests are admitted while sequences, tokens, rows and blocks allow. Counters advance when a
     plan is made, so the next one can be made before its tokens have arrived. When blocks run out
-    the latest arrival gives up all of its blocks and goes back to the front of the line; prompt
-    and generated tokens are then its new prompt. While anything is preempted, nothing new starts.
-    A request's sequences (``SequenceGroup``) start, lose their blocks and resume together.
+    whoever ranks last (lowest priority, then latest arrival) gives up all of its blocks and goes
+    back to the line, swapped out or to be computed again (``Preemptor``). While it waits nobody
+    starts who ranks after it. A request's sequences (``SequenceGroup``) start, lose their blocks
+    and resume together.
 
     Each step costs O(1) for each running sequence, and nothing for pool blocks or waiting requests.
 
@@ -40,12 +42,10 @@ class Scheduler:
       max_model_len: longest context in tokens.
       window: keys that a query sees at most in any layer: blocks that fell behind are freed before
         each step. None: a query sees everything before it.
+      preemptor: how blocks are taken away; None: by recomputation.
 
     Attributes:
-      num_preemptions: sequences that have lost their blocks so far, each time counted.
-      num_recomputed_tokens: computed tokens that preemptions have thrown away.
-      on_preempt: called with the sequences of a request that is about to lose its blocks, and how
-        ("recompute"), or None.
+      preemptor: counts what it does.
 
     Raises:
       ValueError: a limit is below 1.
@@ -61,6 +61,7 @@ class Scheduler:
         prefill_chunk_len: int | None = None,
         max_model_len: int,
         window: int | None = None,
+        preemptor: Preemptor | None = None,
     ) -> None:
         chunk_len = max_num_batched_tokens if prefill_chunk_len is None else prefill_chunk_len
         for name, value in (
@@ -80,9 +81,7 @@ class Scheduler:
         self._chunk_len = chunk_len
         self._max_model_len = max_model_len
         self._window = window
-        self.num_preemptions = 0
-        self.num_recomputed_tokens = 0
-        self.on_preempt: Callable[[SequenceOf[Sequence], str], None] | None = None
+        self.preemptor = preemptor or Preemptor(block_manager)
         self._lineup = Lineup(max_num_seqs)
         self._num_added = 0
         self._num_sequences = 0
@@ -111,7 +110,7 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """The sequences that hold blocks, in arrival order."""
+        """The sequences that hold blocks, in order of rank."""
         groups = self._lineup.running
         return tuple(sequence for group in groups for sequence in group.with_tables)
 
@@ -121,7 +120,7 @@ class Scheduler:
         return -(-self._max_num_batched_tokens // self._row_len)
 
     def add(self, request: Request) -> SequenceGroup:
-        """Put a request at the end of the line.
+        """Put a request in the line, behind all others of its priority.
 
         Raises:
           ValueError: the prompt is empty or leaves no room for one new token of each sequence (with
@@ -172,8 +171,9 @@ class Scheduler:
             if reason == "stop" and sequence.finish_reason == "length":
                 sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return False
-        if self._manager.has_table(sequence.seq_id):
-            self._manager.free(sequence.seq_id, reason=reason)
+        manager, seq_id = self._manager, sequence.seq_id
+        if manager.has_table(seq_id) or manager.is_swapped(seq_id):
+            manager.free(seq_id, reason=reason)
         self._lineup.end(sequence)
         sequence.num_pending = 0
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -200,11 +200,14 @@ class Scheduler:
                     prefilling.append(sequence)
                 elif len(sequence.output_token_ids) + sequence.num_pending < sequence.max_tokens:
                     decoding.append(sequence)
-        if not self._make_room(decoding, prefilling):
-            return NEEDS_VALUES
         plan = Plan(self._num_steps + 1)
-        self._plan_decodes(plan, decoding)
-        self._plan_prompts(plan, prefilling)
+        if not self._make_room(plan, decoding, prefilling):
+            return NEEDS_VALUES
+        # Blocks left by swap-outs come with the next step: until then all decode, or nobody.
+        if not plan.swap_outs or self._fits(decoding, self._manager.num_free):
+            self._plan_decodes(plan, decoding)
+        if not plan.swap_outs:
+            self._plan_prompts(plan, prefilling)
         if not plan.is_empty:
             self._num_steps += 1
             self._num_in_flight += 1
@@ -263,34 +266,44 @@ class Scheduler:
         self._manager.check_integrity()
         self._lineup.check_integrity(self._manager)
 
-    def _make_room(self, decoding: list[Sequence], prefilling: list[Sequence]) -> bool:
-        """Preempt until every decoding sequence can append; False to wait for values first."""
+    def _make_room(self, plan: Plan, decoding: list[Sequence], prefilling: list[Sequence]) -> bool:
+        """Preempt until every decoding sequence can append, after swap-outs from the next step on.
+
+        False to wait for values first: they may end a sequence, whose blocks are enough.
+        """
         manager = self._manager
         if manager.num_free >= len(decoding):
             return True
-        while manager.num_new_blocks_for([s.seq_id for s in decoding]) > manager.num_free:
+        while not self._fits(decoding, manager.num_free_next):
             if self._num_in_flight:
                 return False
             if len(self._lineup.running) == 1:
                 raise RuntimeError(
-                    f"the one running request needs a block, {manager.num_free} of "
+                    f"the one running request needs a block, {manager.num_free_next} of "
                     f"{manager.num_usable} are free, and it holds the rest: {self.running[0]}"
                 )
             victim = self._lineup.latest
             for sequences in (decoding, prefilling):
                 while sequences and sequences[-1].request is victim.request:
                     sequences.pop()
-            self._preempt(victim)
+            self.preemptor.preempt(victim, plan)
+            self._lineup.put_back(victim)
         return True
 
-    def _plan_decodes(self, plan: Plan, decoding: list[Sequence]) -> None:
+    def _fits(self, decoding: list[Sequence], num_free: int) -> bool:
+        """Whether each can append a token in that many blocks."""
+        return self._manager.num_new_blocks_for([s.seq_id for s in decoding]) <= num_free
+
+    def _plan_decodes(
+        self, plan: Plan, decoding: list[Sequence], *, from_host: bool = False
+    ) -> None:
         append, rows = self._manager.append, plan.decode_rows
         for sequence in decoding:
             copies = append(sequence.seq_id)
             assert copies is not None, "room was made before"
             if copies:
                 plan.copies.extend(copies)
-            rows.append(PlanRow(sequence, sequence.num_computed, 1, True))
+            rows.append(PlanRow(sequence, sequence.num_computed, 1, True, from_host))
             sequence.num_computed += 1
             sequence.num_pending += 1
 
@@ -304,14 +317,21 @@ class Scheduler:
             group = self._lineup.group_of(sequence)
             plan_chunk(plan, group, sequence, budget, manager)
             debt += blocks_owed(group, sequence, manager)
-        while budget.num_tokens and budget.num_rows and self._lineup.free_slots:
+        while self._lineup.free_slots:
             group = self._lineup.next
             if group is None or not self._can_start(group, debt):
                 return
-            self._start(group)
+            if self.preemptor.is_swapped(group):
+                self._resume(plan, group)
+            elif budget.num_tokens and budget.num_rows:
+                self._start(group)
+            else:
+                return
             plan.admitted.extend(group.live)
-            plan_chunk(plan, group, group.leader, budget, manager)
-            debt += blocks_owed(group, group.leader, manager)
+            for sequence in group.with_tables:
+                if sequence.num_computed < sequence.num_prefill:
+                    plan_chunk(plan, group, sequence, budget, manager)
+                    debt += blocks_owed(group, sequence, manager)
 
     def _can_start(self, group: SequenceGroup, debt: int) -> bool:
         """Whether all known tokens fit beside the prompts in progress, which ``debt`` blocks."""
@@ -319,8 +339,11 @@ class Scheduler:
         if num_live > len(self._lineup.free_slots):
             return False
         worst_case = group.max_blocks(manager.block_size)
-        num_blocks = group.known_blocks(manager.block_size) + num_live
-        if min(num_blocks, worst_case) + debt > manager.num_free:
+        if self.preemptor.is_swapped(group):
+            num_blocks = self.preemptor.num_blocks_to_resume(group)
+        else:
+            num_blocks = group.known_blocks(manager.block_size)
+        if min(num_blocks + num_live, worst_case) + debt > manager.num_free:
             return False
         can_be_preempted = group.num_preemptions < _MAX_OPTIMISTIC_PREEMPTIONS
         if can_be_preempted:
@@ -334,17 +357,10 @@ class Scheduler:
         for sequence in group.live:
             sequence.num_prefill = sequence.num_tokens
 
-    def _preempt(self, group: SequenceGroup) -> None:
-        if self.on_preempt is not None:
-            self.on_preempt(group.live, "recompute")
-        num_shared = group.leader.num_prompt
-        for sequence in group.live:
-            is_leader = sequence is group.leader
-            num_own = sequence.num_computed - (0 if is_leader else num_shared)
-            self.num_preemptions += 1
-            self.num_recomputed_tokens += max(num_own, 0)
-            if self._manager.has_table(sequence.seq_id):
-                self._manager.free(sequence.seq_id, reason="preempt")
-            sequence.num_preemptions += 1
-            sequence.num_computed = 0
-        self._lineup.put_back(group)
+    def _resume(self, plan: Plan, group: SequenceGroup) -> None:
+        """Go on with a swapped group where it was: its decoding sequences do so in this step."""
+        most = group.max_blocks(self._manager.block_size)
+        self._lineup.start(group, worst_case_blocks=most)
+        self.preemptor.swap_in(group, plan)
+        decoding = [s for s in group.with_tables if s.num_computed >= s.num_prefill]
+        self._plan_decodes(plan, decoding, from_host=True)

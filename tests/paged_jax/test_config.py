@@ -3,7 +3,11 @@ import dataclasses
 import pytest
 
 from paged_jax.config import EngineConfig, ModelSpec
+from paged_jax.scheduling.preemption import PreemptionCosts
 
+COSTS = PreemptionCosts(
+    prefill_tokens_per_second=1, swap_bytes_per_second=1, swap_seconds_per_block=0
+)
 GOOD_SPEC = {
     "num_layers": 2,
     "num_heads": 4,
@@ -53,6 +57,27 @@ def test_spec_refuses_heads_that_do_not_divide():
         ({"seed": -1}, "seed=-1"),
         ({"kv_dtype": "int4"}, "kv_dtype='int4' must be"),
         ({"pool_head_dim": 0}, "pool_head_dim=0 must be an integer >= 1"),
+        ({"preemption": "drop"}, "preemption='drop' must be one of 'recompute', 'swap', 'auto'"),
+        ({"scheduling": "lifo"}, "scheduling='lifo' must be one of 'fcfs', 'priority'"),
+        ({"preemption": "swap", "num_host_blocks": 1}, "num_host_blocks=1 must be an integer >= 2"),
+        ({"preemption": "swap", "swap_bytes": 0}, "swap_bytes=0 must be an integer >= 1"),
+        (
+            {"preemption": "swap", "num_host_blocks": 9, "swap_bytes": 10**6},
+            "size the host pool in one way, not by num_host_blocks and swap_bytes",
+        ),
+        (
+            {"num_host_blocks": 9},
+            "preemption='recompute' must be 'swap' or 'auto' with num_host_blocks",
+        ),
+        ({"swap_bytes": 9}, "preemption='recompute' must be 'swap' or 'auto' with swap_bytes"),
+        (
+            {"preemption": "auto", "preemption_costs": 5},
+            "preemption_costs=5 must be PreemptionCosts or None",
+        ),
+        (
+            {"preemption": "swap", "preemption_costs": COSTS},
+            "preemption='swap' must be 'auto' with preemption_costs",
+        ),
         ({"kernel_interpreter": 1}, "kernel_interpreter=1 must be True or False"),
         (
             {"kernel_interpreter": True, "attention_backend": "xla"},

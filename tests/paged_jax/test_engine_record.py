@@ -170,7 +170,7 @@ def test_outputs_are_the_same_with_and_without(path: pathlib.Path):
 def test_without_a_record_nobody_observes():
     engine = make_engine()
     assert engine.block_manager._observer is None
-    assert engine.scheduler.on_preempt is None
+    assert engine.scheduler.preemptor.on_preempt is None
 
 
 def test_a_bad_path_is_refused_when_the_engine_is_made(tmp_path: pathlib.Path):

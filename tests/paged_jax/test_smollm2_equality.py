@@ -100,7 +100,9 @@ SAMPLED = [
     {"block_size": 16},
     {"block_size": 8, "prefill_chunk_len": 16, "prefill_row_len": 16, "num_blocks": 50},
     {"block_size": 1, "prefill_chunk_len": 64, "num_blocks": 400},
-]
+    {"block_size": 8, "prefill_chunk_len": 16, "prefill_row_len": 16, "num_blocks": 50,
+     "preemption": "swap"},
+]  # fmt: skip
 FULL = [
     {"block_size": 16},
     {"block_size": 16, "prefill_chunk_len": 16, "prefill_row_len": 16},
@@ -111,6 +113,7 @@ FULL = [
     {"block_size": 8},
     {"block_size": 64, "prefill_chunk_len": 64, "num_blocks": 30},
     {"block_size": 64, "prefill_chunk_len": 16, "prefill_row_len": 16},
+    {"block_size": 16, "num_blocks": 100, "preemption": "swap"},
 ]
 
 
@@ -119,6 +122,8 @@ def check(model, requests, dense, settings, order):
     assert_equal_but_for_near_ties(run(engine, requests, order), dense)
     if "num_blocks" in settings:
         assert engine.stats.num_preemptions > 0
+    num_swapped = engine.stats.num_preemptions if settings.get("preemption") == "swap" else 0
+    assert engine.stats.num_swap_preemptions == num_swapped
     print(f"{settings}: {engine.stats.num_preemptions} preemptions")
 
 

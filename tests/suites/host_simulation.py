@@ -1,8 +1,8 @@
 """An executor without a device: it models what every slot of the pool holds, and checks each read.
 
-A slot holds one integer, made of the token and its position. Copies are applied before writes and
-writes before reads, as on the device. The next token is a hash of the context as read back through
-the block table, so a wrong, missing, foreign or stale slot changes every later token.
+A slot holds one integer, made of the token and its position. Swap-outs, swap-ins, copies, writes
+and reads are done in this order, as on the device. The next token is a hash of the context as read
+back through the block table, so a wrong, missing, foreign or stale slot changes every later token.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ import numpy as np
 
 from paged_jax.blocks.block_manager import BlockCopy, BlockManager
 from paged_jax.scheduling.plan import NeedsValues, Plan, PlanRow
+from paged_jax.scheduling.preemption import PreemptionCosts, PreemptionMode
+from paged_jax.scheduling.preemptor import Preemptor
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.scheduling.sequence import Sequence
 
 VOCAB_SIZE = 17
 EMPTY = -1
+# A byte a token: full blocks are swapped from 2 tokens a block on, single tokens recomputed.
+COSTS = PreemptionCosts(
+    prefill_tokens_per_second=1.0, swap_bytes_per_second=8.0, swap_seconds_per_block=0.5
+)
 
 
 def sampling_params(
@@ -49,6 +55,7 @@ def make_request(
     max_tokens: int | None = 8,
     *,
     eos_token_ids: Iterable[int] = (),
+    priority: int = 0,
     **params: object,
 ) -> Request:
     """A request; an integer prompt is a length, filled with tokens that depend on the id."""
@@ -56,7 +63,8 @@ def make_request(
         seed = zlib.crc32(repr(request_id).encode())
         prompt = [(seed + 7 * i * i) % VOCAB_SIZE for i in range(prompt)]
     arguments = sampling_params(max_tokens, **params)
-    return Request(request_id, prompt, arguments, eos_token_ids=frozenset(eos_token_ids))
+    ends = frozenset(eos_token_ids)
+    return Request(request_id, prompt, arguments, eos_token_ids=ends, priority=priority)
 
 
 def encode(tokens: SequenceOf[int]) -> np.ndarray:
@@ -125,11 +133,13 @@ class SlotExecutor:
         self._manager = manager
         self._window = window
         self._pool = SlotPool(manager.num_usable + 1, manager.block_size)
+        self._host_pool: dict[int, np.ndarray] = {}
         self._last_tokens: list[int | None] = [None] * max_num_seqs
         self._streams: dict[Sequence, list[int]] = {}
 
     def execute(self, plan: Plan) -> list[int]:
         """Do a step; returns one token for each sampling row."""
+        self._swap(plan)
         self._pool.copy_blocks(plan.copies)
         for sequence in plan.admitted:
             self._last_tokens[sequence.state_slot] = None
@@ -153,10 +163,27 @@ class SlotExecutor:
                 tokens.append(token)
         return tokens
 
+    def _swap(self, plan: Plan) -> None:
+        """Swap-outs, then swap-ins: a block that goes is wiped, and comes back at most once."""
+        for swaps in (plan.swap_outs, plan.swap_ins):
+            for blocks in zip(*swaps, strict=True):
+                assert len(set(blocks)) == len(blocks), swaps
+                assert 0 not in blocks
+        for device, host in plan.swap_outs:
+            self._host_pool[host] = self._pool.slots[device].copy()
+            self._pool.slots[device] = EMPTY
+        for device, host in plan.swap_ins:
+            self._pool.slots[device] = self._host_pool.pop(host)
+
     def _write(self, row: PlanRow, *, is_decode: bool) -> list[tuple[int, int]]:
         sequence, stop = row.sequence, row.start + row.num_new
         stream = self._streams.setdefault(sequence, [])
-        if is_decode:
+        if row.from_host:
+            assert is_decode
+            assert self._last_tokens[sequence.state_slot] is None, "the state is not new"
+            tokens = sequence.token_slice(row.start, stop)
+            assert len(tokens) == 1, "the host does not know the token"
+        elif is_decode:
             tokens = [self._last_tokens[sequence.state_slot]]
         else:
             tokens = sequence.token_slice(row.start, stop)
@@ -196,8 +223,12 @@ class SimulatedServer:
         max_model_len: int = 1000,
         manager: BlockManager | None = None,
         window: int | None = None,
+        mode: PreemptionMode = "recompute",
+        num_host_blocks: int = 0,
     ) -> None:
-        self.manager = manager or BlockManager(num_blocks=num_blocks, block_size=block_size)
+        self.manager = manager or BlockManager(
+            num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks
+        )
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=max_num_seqs,
@@ -206,18 +237,22 @@ class SimulatedServer:
             prefill_chunk_len=prefill_chunk_len,
             max_model_len=max_model_len,
             window=window,
+            preemptor=Preemptor(self.manager, mode=mode, costs=COSTS, block_nbytes=block_size),
         )
         self.executor = SlotExecutor(self.manager, max_num_seqs=max_num_seqs, window=window)
         self._window = window
         self.emitted: dict[Sequence, list[int]] = {}
         self.num_steps = 0
+        self._num_host_blocks = self.manager.num_free_host
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_chunk_len = prefill_chunk_len or max_num_batched_tokens
         self._max_row_len = prefill_row_len
         self._in_flight: tuple[Plan, list[int]] | None = None
+        self._has_priorities = False
 
     def add(self, request: Request) -> Sequence:
         """Add a request; returns its first sequence."""
+        self._has_priorities = self._has_priorities or request.priority != 0
         group = self.scheduler.add(request)
         self.emitted.update((sequence, []) for sequence in group.sequences)
         return group.leader
@@ -261,6 +296,8 @@ class SimulatedServer:
             self.check_output(sequence)
         self.manager.begin_step()
         assert self.manager.num_free == self.manager.num_usable
+        assert self.manager.num_swapped == 0
+        assert self.manager.num_free_host == self._num_host_blocks
 
     def check_output(self, sequence: Sequence) -> None:
         """The output of an ended sequence is what it would have been alone."""
@@ -280,7 +317,8 @@ class SimulatedServer:
 
     def _check(self, plan: Plan) -> None:
         scheduler, rows = self.scheduler, plan.prefill_rows
-        assert scheduler.num_running or not (scheduler.num_waiting or scheduler.num_preempted)
+        if not plan.swap_outs:
+            assert scheduler.num_running or not (scheduler.num_waiting or scheduler.num_preempted)
         decoding = [row.sequence for row in plan.decode_rows]
         assert len(set(decoding)) == len(decoding)
         assert not set(decoding) & {row.sequence for row in rows}
@@ -299,4 +337,5 @@ class SimulatedServer:
         stats = self.manager.stats()
         assert stats.waste <= scheduler.num_running * (self.manager.block_size - 1)
         assert stats.used + stats.free == stats.total
-        assert all(sequence.num_preemptions <= 2 for sequence in scheduler.running)
+        if not self._has_priorities:
+            assert all(sequence.num_preemptions <= 2 for sequence in scheduler.running)

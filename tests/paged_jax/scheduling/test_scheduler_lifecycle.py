@@ -30,7 +30,10 @@ def test_latest_arrival_is_preempted_after_its_tokens_arrived():
     assert [row.sequence for row in plan.decode_rows] == [first]
     assert (second.status, second.num_computed) == (SequenceStatus.PREEMPTED, 0)
     assert (second.state_slot, second.output_token_ids) == (-1, [6, 6])
-    assert (scheduler.num_preemptions, scheduler.num_recomputed_tokens) == (1, 4)
+    assert (scheduler.preemptor.num_preemptions, scheduler.preemptor.num_recomputed_tokens) == (
+        1,
+        4,
+    )
     assert (scheduler.num_preempted, scheduler.num_waiting) == (1, 0)
     scheduler.check_integrity()
 
@@ -75,9 +78,9 @@ def test_b34_two_requests_in_a_pool_for_one_and_a_half():
     assert all(
         later - earlier >= 1 for earlier, later in zip(produced, produced[16:], strict=False)
     )
-    assert 1 <= server.scheduler.num_preemptions <= 2
+    assert 1 <= server.scheduler.preemptor.num_preemptions <= 2
     assert max(sequence.num_preemptions for sequence in sequences) <= 2
-    assert server.scheduler.num_recomputed_tokens <= 2 * 40
+    assert server.scheduler.preemptor.num_recomputed_tokens <= 2 * 40
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -241,7 +244,7 @@ class TestIntegrity:
             scheduler.check_integrity()
 
     def test_order(self, scheduler):
-        scheduler._lineup.running.move_to_end(next(iter(scheduler._lineup.running)))
+        scheduler._lineup.running._groups.reverse()
         with pytest.raises(RuntimeError, match="arrival order broken"):
             scheduler.check_integrity()
 

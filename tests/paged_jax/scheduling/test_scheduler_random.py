@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from suites.host_simulation import VOCAB_SIZE, SimulatedServer, make_request
+
+from paged_jax.scheduling.preemption import PREEMPTION_MODES
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -20,8 +24,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_row_len=st.integers(1, 8),
         prefill_chunk_len=st.none() | st.integers(1, 12),
         max_model_len=st.integers(4, 60),
+        mode=st.sampled_from(PREEMPTION_MODES),
+        num_host_blocks=st.sampled_from([0, 2, 3, 6, 16]),
     )
-    def start(self, **limits: int) -> None:
+    def start(self, **limits: Any) -> None:
         self.server = SimulatedServer(**limits)
         self.ids: list[int] = []
         self.limits = limits
@@ -33,8 +39,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=1),
         ignore_eos=st.booleans(),
         num_samples=st.sampled_from([1, 1, 1, 2, 3, 5]),
+        priority=st.sampled_from([0, 0, 0, -1, 2]),
     )
-    def add(self, prompt_len: int, max_tokens: int | None, **params: object) -> None:
+    def add(self, prompt_len: int, max_tokens: int | None, **params: Any) -> None:
         request_id = len(self.ids)
         if max_tokens == 0:
             params["num_samples"] = 1
