@@ -10,12 +10,14 @@ from collections.abc import Sequence as SequenceOf
 import jax
 import numpy as np
 
-from paged_jax.batch import BatchLayout, BatchPacker, padded_rows, row_buckets
+from paged_jax.batch import BatchLayout, BatchPacker, beam_rows, padded_rows, row_buckets
 from paged_jax.config import EngineConfig
 from paged_jax.model import Model
 from paged_jax.pool import KVPool
 from paged_jax.row_state import create, load_counts, with_penalties, without_penalties
+from paged_jax.sampling.beam import candidate_bucket
 from paged_jax.sampling.inputs import LOGPROB_WIDTHS, SamplerFlags, next_width, sampler_flags
+from paged_jax.scheduling.beam import most_candidates
 from paged_jax.scheduling.plan import Plan, PlanRow
 from paged_jax.scheduling.sequence import Sequence
 from paged_jax.step import make_block_copy, make_step
@@ -105,7 +107,8 @@ class JaxExecutor:
         sampling features that is in use at once (``SamplerFlags``: chance, penalties, three bias
         widths, four log-probability widths) adds at most one a batch shape; penalties add two more
         and prompt log-probabilities one a width. Requests for several completions (n > 1) add at
-        most two a prefill shape, for the steps in which their prompts end.
+        most two a prefill shape, for the steps in which their prompts end. Beam searches add one a
+        batch shape and ``candidate_bucket`` in use, whatever their number and widths.
         """
         return len(self._decode_buckets) + len(self._prefill_buckets) + 3
 
@@ -142,7 +145,8 @@ class JaxExecutor:
         self.pool, self.state, outputs = self._step(
             self._params, self.pool, self.state, packed, layout=layout
         )
-        handle.dispatches.append(Dispatch(list(rows), list(branches), layout.num_rows, outputs))
+        padded = layout.num_rows, layout.num_branches
+        handle.dispatches.append(Dispatch(list(rows), list(branches), *padded, outputs))
         handle.num_positions += layout.num_rows * layout.num_new
         handle.num_real_positions += sum(row.num_new for row in rows)
 
@@ -171,6 +175,7 @@ class JaxExecutor:
             flags=flags,
             prompt_logprobs=prompt_logprobs,
             num_branches=padded_rows(num_branches, self._branch_buckets) if num_branches else 0,
+            num_candidates=_num_candidates(rows),
         )
 
     def _run_copies(self, copies: SequenceOf[tuple[int, int]]) -> None:
@@ -229,6 +234,12 @@ def _flags_of(sequences: Collection[Sequence]) -> SamplerFlags:
         for sequence in sequences
     ]
     return sampler_flags(params, banned=banned)
+
+
+def _num_candidates(rows: SequenceOf[PlanRow]) -> int:
+    """Continuations to keep of each row that is a beam, padded; 0 where none is."""
+    wanted = [most_candidates(request) for request in beam_rows(rows)]
+    return candidate_bucket(max(wanted)) if wanted else 0
 
 
 def _branches_of(rows: SequenceOf[PlanRow], plan: Plan) -> list[PlanRow]:

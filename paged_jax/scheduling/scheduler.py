@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from paged_jax.blocks.block_manager import BlockManager
+from paged_jax.scheduling.beam import Candidate
 from paged_jax.scheduling.group import SequenceGroup
 from paged_jax.scheduling.limits import capped_max_tokens
 from paged_jax.scheduling.lineup import Lineup
@@ -141,6 +142,8 @@ class Scheduler:
         group = self._lineup.live.get(request_id)
         if group is None:
             return False
+        if group.beam is not None:
+            group.beam.cancel()
         for sequence in tuple(group.live):
             self.finish(sequence, "cancelled")
         return True
@@ -178,10 +181,13 @@ class Scheduler:
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for group in self._lineup.running:
+            if group.awaits_values:
+                return NEEDS_VALUES
+            can_decode = group.can_decode
             for sequence in group.with_tables:
                 if sequence.num_computed < sequence.num_prefill:
                     prefilling.append(sequence)
-                elif len(sequence.output_token_ids) + sequence.num_pending < sequence.max_tokens:
+                elif can_decode and len(sequence.output_token_ids) + sequence.num_pending < sequence.max_tokens:
                     decoding.append(sequence)
         if not self._make_room(decoding, prefilling):
             return NEEDS_VALUES
@@ -195,15 +201,25 @@ class Scheduler:
             return NEEDS_VALUES
         return plan
 
-    def update(self, plan: Plan, sampled_token_ids: SequenceOf[int]) -> list[tuple[Sequence, int]]:
+    def update(
+        self,
+        plan: Plan,
+        sampled_token_ids: SequenceOf[int],
+        candidates: Mapping[Request, SequenceOf[Candidate]] | None = None,
+    ) -> list[tuple[Sequence, int]]:
         """Take a step's tokens, in the order of ``plan.sampling_rows``; finish who is done.
 
         Every plan that is not empty comes back here once, even when its requests have ended: tokens
-        of those are dropped. A scoring sequence (``max_tokens=0``) ends here, with the step that
+        of those are dropped. Beam searches take their candidates instead. A scoring sequence (``max_tokens=0``) ends here, with the step that
         computes the end of its prompt, and emits nothing.
 
+        Args:
+          plan: what ``schedule`` returned.
+          sampled_token_ids: those of beams mean nothing.
+          candidates: of each beam search with rows that sample, best first.
+
         Returns:
-          Each emitted token with its sequence, in row order.
+          Each emitted token with its sequence, in row order; beams emit none.
 
         Raises:
           ValueError: there is not one token for each sampling row.
@@ -222,11 +238,15 @@ class Scheduler:
             if sequence.max_tokens == 0 and is_end:
                 self.finish(sequence, "length")
         emitted: list[tuple[Sequence, int]] = []
+        searching: dict[SequenceGroup, None] = {}
         for row, token in zip(rows, sampled_token_ids, strict=True):
             sequence = row.sequence
             if sequence.status is SequenceStatus.FINISHED:
                 continue
             sequence.num_pending -= 1
+            if sequence.request.params.beam_width is not None:
+                searching[self._lineup.group_of(sequence)] = None
+                continue
             sequence.output_token_ids.append(token)
             emitted.append((sequence, token))
             num_output = len(sequence.output_token_ids)
@@ -235,6 +255,8 @@ class Scheduler:
                 self.finish(sequence, "stop", token)
             elif num_output >= sequence.max_tokens:
                 self.finish(sequence, "length")
+        for group in searching:
+            self._advance(group, (candidates or {})[group.request])
         return emitted
 
     def check_integrity(self) -> None:
@@ -245,6 +267,13 @@ class Scheduler:
         """
         self._manager.check_integrity()
         self._lineup.check_integrity(self._manager)
+
+    def _advance(self, group: SequenceGroup, candidates: SequenceOf[Candidate]) -> None:
+        """Go on with a beam search, or end it."""
+        assert group.beam is not None
+        if group.beam.advance(candidates, self._manager):
+            for sequence in tuple(group.live):
+                self.finish(sequence, group.beam.hypotheses[0].finish_reason)
 
     def _make_room(self, decoding: list[Sequence], prefilling: list[Sequence]) -> bool:
         """Preempt until every decoding sequence can append; False to wait for values first."""
@@ -273,7 +302,8 @@ class Scheduler:
             assert copies is not None, "room was made before"
             if copies:
                 plan.copies.extend(copies)
-            rows.append(PlanRow(sequence, sequence.num_computed, 1, True))
+            is_beam = sequence.request.params.beam_width is not None
+            rows.append(PlanRow(sequence, sequence.num_computed, 1, True, from_host=is_beam))
             sequence.num_computed += 1
             sequence.num_pending += 1
 
@@ -311,18 +341,16 @@ class Scheduler:
         return self._lineup.worst_case_blocks + worst_case <= manager.num_usable
 
     def _start(self, group: SequenceGroup) -> None:
-        group.needs_fork = len(group.live) > 1
+        group.restart()
         most = group.max_blocks(self._manager.block_size)
         self._lineup.start(group, worst_case_blocks=most)
-        for sequence in group.live:
-            sequence.num_prefill = sequence.num_tokens
 
     def _preempt(self, group: SequenceGroup) -> None:
         num_shared = group.leader.num_prompt
+        self.num_preemptions += len(group.active)
         for sequence in group.live:
             is_leader = sequence is group.leader
             num_own = sequence.num_computed - (0 if is_leader else num_shared)
-            self.num_preemptions += 1
             self.num_recomputed_tokens += max(num_own, 0)
             if self._manager.has_table(sequence.seq_id):
                 self._manager.free(sequence.seq_id)

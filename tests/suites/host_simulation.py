@@ -31,6 +31,9 @@ def sampling_params(
     stop_token_ids: SequenceOf[int] = (),
     ignore_eos: bool = False,
     num_samples: int = 1,
+    beam_width: int | None = None,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
 ) -> types.SimpleNamespace:
     """The fields of SamplingParams that the scheduler reads."""
     return types.SimpleNamespace(
@@ -39,7 +42,10 @@ def sampling_params(
         stop_token_ids=tuple(stop_token_ids),
         ignore_eos=ignore_eos,
         prompt_logprobs=None,
-        num_samples=num_samples,
+        num_samples=beam_width or num_samples,
+        beam_width=beam_width,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
     )
 
 
