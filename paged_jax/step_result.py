@@ -158,9 +158,7 @@ def _prompt_entries(
     return found
 
 
-def _candidates_of(
-    dispatch: Dispatch, beams: BeamCandidates
-) -> dict[Request, list[Candidate]]:
+def _candidates_of(dispatch: Dispatch, beams: BeamCandidates) -> dict[Request, list[Candidate]]:
     """Cut the device's ordered candidates into those of each search."""
     scores, rows, token_ids = (np.asarray(x) for x in (beams.score, beams.row, beams.token))
     num_each = len(scores) // (dispatch.num_rows + dispatch.num_branches)
@@ -169,7 +167,7 @@ def _candidates_of(
         end = begin + num_each * len(members)
         some = slice(begin, min(end, begin + most_candidates(request)))
         best = dispatch.rows[members.start].sequence.cumulative_logprob
-        values = zip(scores[some].tolist(), rows[some].tolist(), token_ids[some].tolist())
+        values = zip(*(x[some].tolist() for x in (scores, rows, token_ids)), strict=True)
         found[request] = [
             Candidate(best + score, row - members.start, token) for score, row, token in values
         ]

@@ -21,9 +21,7 @@ CANDIDATE_BUCKETS = (8, 32, 128, 512, 2048)
 """Continuations kept of each beam are padded to these, then to powers of two."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["group", "score"], meta_fields=[]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["group", "score"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamRows:
     """Which rows are beams.

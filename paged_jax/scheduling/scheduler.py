@@ -187,7 +187,10 @@ class Scheduler:
             for sequence in group.with_tables:
                 if sequence.num_computed < sequence.num_prefill:
                     prefilling.append(sequence)
-                elif can_decode and len(sequence.output_token_ids) + sequence.num_pending < sequence.max_tokens:
+                elif (
+                    can_decode
+                    and len(sequence.output_token_ids) + sequence.num_pending < sequence.max_tokens
+                ):
                     decoding.append(sequence)
         if not self._make_room(decoding, prefilling):
             return NEEDS_VALUES
@@ -210,16 +213,16 @@ class Scheduler:
         """Take a step's tokens, in the order of ``plan.sampling_rows``; finish who is done.
 
         Every plan that is not empty comes back here once, even when its requests have ended: tokens
-        of those are dropped. Beam searches take their candidates instead. A scoring sequence (``max_tokens=0``) ends here, with the step that
-        computes the end of its prompt, and emits nothing.
+        of those are dropped. A scoring sequence (``max_tokens=0``) ends here, with the step that
+        computes the end of its prompt, and emits nothing; nor do beams, which take candidates.
 
         Args:
           plan: what ``schedule`` returned.
-          sampled_token_ids: those of beams mean nothing.
+          sampled_token_ids: one a sampling row; those of beams mean nothing.
           candidates: of each beam search with rows that sample, best first.
 
         Returns:
-          Each emitted token with its sequence, in row order; beams emit none.
+          Each emitted token with its sequence, in row order.
 
         Raises:
           ValueError: there is not one token for each sampling row.

@@ -6,28 +6,21 @@ missing, foreign or stale slot, a wrong parent or a block that two beams write c
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from suites import dense_beam, hash_model
 from suites.engine_runs import (
     check_greedy,
-    drive,
     fill_pool,
-    greedy,
     make_engine,
     random_prompts,
     run_all,
-    sampled,
 )
-from suites.small_models import letters, nan_model, rigged_model
 
-from paged_jax import Engine, RequestOutput, SamplingParams, count_compilations
+from paged_jax import Engine, RequestOutput, SamplingParams
 
 BLOCK_SIZE = 4
 # End tokens that searches meet early and often: one in five.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
-from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import numpy as np
