@@ -17,15 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
+from paged_jax.sampling.beam import NO_GROUP, BeamRows
 from paged_jax.sampling.inputs import SamplerFlags, SamplerInputs
 from paged_jax.sampling.noise import base_key
 from paged_jax.scheduling.plan import PlanRow
+from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import Sequence
 
 # Columns that change every step, then those that a sequence keeps while it is resident.
 STEP_COLUMNS = ("state_slot", "start", "num_new", "samples", "logits_row", "host_token")
 INT_COLUMNS = ("key_high", "key_low", "first_position", "top_k")
 FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+BEAM_COLUMNS = ("group", "score")
 FLOAT_FIELDS = (*FLOAT_COLUMNS[:3], *(f"{name}_penalty" for name in FLOAT_COLUMNS[3:]))
 NUM_STEP = len(STEP_COLUMNS)
 NUM_RESIDENT = len(INT_COLUMNS) + len(FLOAT_COLUMNS)
@@ -44,6 +47,7 @@ class BatchLayout:
       flags: which sampling features the rows use.
       prompt_logprobs: top-N kept for every prompt position, or None for none.
       num_branches: padded rows that only sample, from other rows' logits (F). They follow the B.
+      num_candidates: continuations kept of each beam, 0 where no row is a beam.
     """
 
     num_rows: int
@@ -54,6 +58,7 @@ class BatchLayout:
     flags: SamplerFlags
     prompt_logprobs: int | None = None
     num_branches: int = 0
+    num_candidates: int = 0
 
     @property
     def num_token_columns(self) -> int:
@@ -68,16 +73,21 @@ class BatchLayout:
         return NUM_STEP + NUM_RESIDENT + self.num_token_columns + 2 * self.flags.bias_width
 
     @property
+    def beam_offset(self) -> int:
+        """Column where the beams' columns begin, if there are any."""
+        return self.table_offset + self.table_width
+
+    @property
     def num_columns(self) -> int:
         """Width of the packed array."""
-        return self.table_offset + self.table_width
+        return self.beam_offset + (len(BEAM_COLUMNS) if self.num_candidates else 0)
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
         "state_slot", "start", "num_new", "samples", "logits_row", "host_token", "base_key",
-        "first_position", "sampler", "tokens", "targets", "block_tables",
+        "first_position", "sampler", "tokens", "targets", "block_tables", "beams",
     ],
     meta_fields=[],
 )  # fmt: skip
@@ -98,6 +108,7 @@ class StepInputs:
       tokens: token ids (None in decode, where they come from ``RowState``).
       targets: the prompt's next token at each position, 0 where there is none.
       block_tables: blocks in logical order.
+      beams: which rows are beams of which search (None where no row is a beam).
     """
 
     state_slot: Int[Array, "N"]
@@ -112,6 +123,7 @@ class StepInputs:
     tokens: Int[Array, "B T"] | None
     targets: Int[Array, "B T"] | None
     block_tables: Int[Array, "B M"]
+    beams: BeamRows | None
 
 
 def unpack(packed: Int[Array, "N C"], layout: BatchLayout) -> StepInputs:
@@ -140,6 +152,11 @@ def unpack(packed: Int[Array, "N C"], layout: BatchLayout) -> StepInputs:
         **{name: as_float(column[name]) for name in FLOAT_COLUMNS},
     )
     key = jnp.stack([column["key_high"], column["key_low"]], axis=1)
+    block_tables = take(layout.table_width)[computing]
+    beams = None
+    if layout.num_candidates:
+        group, score = take(1)[:, 0], as_float(take(1)[:, 0])
+        beams = BeamRows(group=group, score=score)
     return StepInputs(
         state_slot=column["state_slot"],
         start=column["start"][computing],
@@ -152,7 +169,8 @@ def unpack(packed: Int[Array, "N C"], layout: BatchLayout) -> StepInputs:
         sampler=sampler,
         tokens=tokens,
         targets=targets,
-        block_tables=take(layout.table_width)[computing],
+        block_tables=block_tables,
+        beams=beams,
     )
 
 
@@ -221,6 +239,8 @@ class BatchPacker:
         if layout.flags.bias_width:
             self._pack_biases(packed, rows, layout)
             self._pack_biases(packed[num_rows:], branches, layout)
+        if layout.num_candidates:
+            pack_beams(packed[:, layout.beam_offset :], rows)
         return packed
 
     def _pack_branches(
@@ -268,6 +288,27 @@ class BatchPacker:
             ids, values = biases_of(row.sequence)
             packed[index, offset : offset + len(ids)] = ids
             packed[index, offset + width : offset + width + len(ids)] = values.view(np.int32)
+
+
+def beam_rows(rows: SequenceOf[PlanRow]) -> dict[Request, range]:
+    """The rows of each beam search that chooses in this dispatch: they stand together, by rank."""
+    found: dict[Request, range] = {}
+    for index, row in enumerate(rows):
+        request = row.sequence.request
+        if row.samples and request.params.beam_width is not None:
+            first = found[request].start if request in found else index
+            found[request] = range(first, index + 1)
+    return found
+
+
+def pack_beams(packed: np.ndarray, rows: SequenceOf[PlanRow]) -> None:
+    """Fill the beams' columns; scores count from the best beam's, so that float32 is enough."""
+    packed[:, 0] = NO_GROUP
+    for group, members in enumerate(beam_rows(rows).values()):
+        scores = [rows[index].sequence.cumulative_logprob for index in members]
+        relative = np.array(scores, np.float64) - scores[0]
+        packed[members.start : members.stop, 0] = group
+        packed[members.start : members.stop, 1] = relative.astype(np.float32).view(np.int32)
 
 
 def banned_ids(sequence: Sequence) -> tuple[int, ...]:

@@ -172,7 +172,7 @@ class EngineCore:
         completions = tuple(
             LiveCompletion(one, params, self._text_stream(params)) for one in group.sequences
         )
-        live = LiveRequest(request_id, completions, params, tuple(token_ids), seed)
+        live = LiveRequest(request_id, completions, params, tuple(token_ids), seed, group.beam)
         self._by_id[request_id] = live
         self._by_sequence.update(dict.fromkeys(group.sequences, live))
         if self._record is not None:
@@ -197,8 +197,8 @@ class EngineCore:
         """Dispatch the next step, then collect the one before it.
 
         Returns:
-          An output for every request that got tokens or ended; with ``best_of`` above ``n`` only
-          when it ended.
+          An output for every request that got tokens or ended; with ``best_of`` above ``n``, or
+          beams, only when it ended.
 
         Raises:
           RuntimeError: an earlier step failed, so the pool's content is unknown; or another thread
@@ -270,7 +270,7 @@ class EngineCore:
             zip((row.sequence for row in plan.sampling_rows), result.logprobs, strict=True)
         )
         begin = time.perf_counter()
-        updates = self.scheduler.update(plan, result.token_ids)
+        updates = self.scheduler.update(plan, result.token_ids, result.candidates)
         self.stats.schedule_seconds += time.perf_counter() - begin
         self.stats.num_output_tokens += len(updates)
         for sequence, position, entry in result.prompt_logprobs:
@@ -278,6 +278,7 @@ class EngineCore:
                 self._by_sequence[sequence].take_prompt_entry(position, entry)
         # A request that only scores its prompt ends without a token.
         changed = {row.sequence: None for row in plan.prefill_rows if row.sequence.is_finished}
+        changed |= self._collect_beams(plan, now)
         for sequence, token_id in updates:
             changed[sequence] = None
             live = self._by_sequence[sequence]
@@ -290,6 +291,20 @@ class EngineCore:
             if live.is_finished:
                 self._forget(live)
         return outputs
+
+    def _collect_beams(self, plan: Plan, now: float) -> dict[Sequence, None]:
+        """The first sequence of each beam search that ended with this step."""
+        lives = dict.fromkeys(self._by_sequence.get(row.sequence) for row in plan.sampling_rows)
+        ended: dict[Sequence, None] = {}
+        for live in lives:
+            if live is None or live.beam is None:
+                continue
+            live.note_token(now)
+            if live.is_finished:
+                ended[live.sequence] = None
+                best = live.beam.hypotheses[: live.params.n]
+                self.stats.num_output_tokens += sum(len(one.token_ids) for one in best)
+        return ended
 
     def _forget(self, live: LiveRequest) -> None:
         del self._by_id[live.request_id]

@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 import jax
 import numpy as np
 
-from paged_jax.batch import BatchLayout, BatchPacker, padded_rows, row_buckets
+from paged_jax.batch import BatchLayout, BatchPacker, beam_rows, padded_rows, row_buckets
 from paged_jax.block_fill import ID_BUCKETS, make_block_fill, padded_ids
 from paged_jax.blocks.block_moves import FreedBlocks
 from paged_jax.config import EngineConfig
@@ -18,7 +18,9 @@ from paged_jax.host_pool import HostPool
 from paged_jax.model import Model
 from paged_jax.pool import KVPool
 from paged_jax.row_state import create, load_counts, with_penalties, without_penalties
+from paged_jax.sampling.beam import candidate_bucket
 from paged_jax.sampling.inputs import LOGPROB_WIDTHS, SamplerFlags, next_width, sampler_flags
+from paged_jax.scheduling.beam import most_candidates
 from paged_jax.scheduling.plan import Plan, PlanRow
 from paged_jax.scheduling.sequence import Sequence
 from paged_jax.step import make_block_copy, make_step
@@ -111,13 +113,14 @@ class JaxExecutor:
     def max_plain_programs(self) -> int:
         """Most programs that greedy requests compile, for any lengths and any number of them.
 
-        One a batch shape, the pool, the row state and the block copy, and with a host pool two for
-        each of its buffer sizes. Each further combination of
-        sampling features that is in use at once (``SamplerFlags``: chance, penalties, three bias
-        widths, four log-probability widths) adds at most one a batch shape; penalties add two more
-        and prompt log-probabilities one a width. Requests for several completions (n > 1) add at
-        most two a prefill shape, for the steps in which their prompts end. ``zero_on_free`` has a
-        program for each number of blocks in ``ID_BUCKETS``.
+        One a batch shape, the pool, the row state and the block copy, with a host pool two for each
+        of its buffer sizes, and with ``zero_on_free`` one for each of ``ID_BUCKETS``. Each further
+        combination of sampling features that is in use at once (``SamplerFlags``: chance,
+        penalties, three bias widths, four log-probability widths) adds at most one a batch shape;
+        penalties add two more and prompt log-probabilities one a width. Requests for several
+        completions (n > 1) add at most two a prefill shape, for the steps in which their prompts
+        end. Beam searches add one a batch shape and ``candidate_bucket`` in use, whatever their
+        number and widths.
         """
         num_moves = 1 if self.host_pool is None else 1 + self.host_pool.max_programs
         num_moves += len(ID_BUCKETS) if self._config.zero_on_free else 0
@@ -165,7 +168,8 @@ class JaxExecutor:
         self.pool, self.state, outputs = self._step(
             self._params, self.pool, self.state, packed, layout=layout
         )
-        handle.dispatches.append(Dispatch(list(rows), list(branches), layout.num_rows, outputs))
+        padded = layout.num_rows, layout.num_branches
+        handle.dispatches.append(Dispatch(list(rows), list(branches), *padded, outputs))
         handle.num_positions += layout.num_rows * layout.num_new
         handle.num_real_positions += sum(row.num_new for row in rows)
 
@@ -194,6 +198,7 @@ class JaxExecutor:
             flags=flags,
             prompt_logprobs=prompt_logprobs,
             num_branches=padded_rows(num_branches, self._branch_buckets) if num_branches else 0,
+            num_candidates=_num_candidates(rows),
         )
 
     def _run_copies(self, copies: SequenceOf[tuple[int, int]]) -> None:
@@ -254,6 +259,12 @@ def _flags_of(sequences: Collection[Sequence]) -> SamplerFlags:
         for sequence in sequences
     ]
     return sampler_flags(params, banned=banned)
+
+
+def _num_candidates(rows: SequenceOf[PlanRow]) -> int:
+    """Continuations to keep of each row that is a beam, padded; 0 where none is."""
+    wanted = [most_candidates(request) for request in beam_rows(rows)]
+    return candidate_bucket(max(wanted)) if wanted else 0
 
 
 def _branches_of(rows: SequenceOf[PlanRow], plan: Plan) -> list[PlanRow]:

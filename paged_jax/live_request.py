@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence as SequenceOf
 
 from paged_jax.outputs import Completion, PositionLogprobs, RequestOutput
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduling.beam import BeamSearch
 from paged_jax.scheduling.sequence import Sequence
 from paged_jax.text_stream import TextStream
 
@@ -50,6 +52,15 @@ class LiveCompletion:
         self._delta_text += self.text.push(token_id)
         return self.text.stopped
 
+    def whole_text(self, token_ids: SequenceOf[int]) -> str:
+        """The text of a whole output; "" without a tokenizer."""
+        if self.text is None:
+            return ""
+        for token_id in token_ids:
+            self.text.push(token_id)
+        self.text.finish()
+        return self.text.text
+
     def output(self) -> Completion:
         """What to give the user now; deltas count from the last call."""
         sequence, params = self.sequence, self.params
@@ -82,6 +93,7 @@ class LiveRequest:
       params: as given.
       prompt_token_ids: the prompt.
       seed: of its random streams, the user's or drawn by the engine.
+      beam: the search that its sequences are used for, if one is.
       arrival_time: ``time.monotonic()``, seconds.
       first_token_time: likewise, None before.
     """
@@ -91,6 +103,7 @@ class LiveRequest:
     params: SamplingParams
     prompt_token_ids: tuple[int, ...]
     seed: int
+    beam: BeamSearch | None = None
     arrival_time: float = dataclasses.field(default_factory=time.monotonic)
     first_token_time: float | None = None
     _prompt_logprobs: list[PositionLogprobs | None] = dataclasses.field(default_factory=list)
@@ -112,18 +125,22 @@ class LiveRequest:
     @property
     def has_output(self) -> bool:
         """Whether there is something to tell now: the best ones are known only at the end."""
-        return self.is_finished or not self.params.is_ranked
+        return self.is_finished or not (self.params.is_ranked or self.beam)
 
     def take_token(
         self, sequence: Sequence, token_id: int, entry: PositionLogprobs | None, now: float
     ) -> str | None:
         """Take a sequence's newest token; return the stop string that it completed, if any."""
-        if self.first_token_time is None:
-            self.first_token_time = now
+        self.note_token(now)
         mine = next(
             completion for completion in self.completions if completion.sequence is sequence
         )
         return mine.take_token(token_id, entry)
+
+    def note_token(self, now: float) -> None:
+        """Remember when the first token came."""
+        if self.first_token_time is None:
+            self.first_token_time = now
 
     def take_prompt_entry(self, position: int, entry: PositionLogprobs) -> None:
         """Take a prompt position's log-probabilities; a recomputed prompt changes nothing."""
@@ -132,18 +149,44 @@ class LiveRequest:
 
     def output(self) -> RequestOutput:
         """What to give the user now; deltas count from the last call."""
-        completions = list(self.completions)
-        if self.params.is_ranked:
-            completions.sort(key=lambda completion: -completion.mean_logprob)
         wants_prompt = self.params.prompt_logprobs is not None
         sequences = [completion.sequence for completion in self.completions]
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=tuple(completion.output() for completion in completions[: self.params.n]),
+            outputs=self._beam_outputs(self.beam) if self.beam else self._sampled_outputs(),
             prompt_logprobs=tuple(self._prompt_logprobs) if wants_prompt else None,
             arrival_time=self.arrival_time,
             first_token_time=self.first_token_time,
             finish_time=time.monotonic() if self.is_finished else None,
             num_preemptions=max(sequence.num_preemptions for sequence in sequences),
         )
+
+    def _sampled_outputs(self) -> tuple[Completion, ...]:
+        completions = list(self.completions)
+        if self.params.is_ranked:
+            completions.sort(key=lambda completion: -completion.mean_logprob)
+        return tuple(completion.output() for completion in completions[: self.params.n])
+
+    def _beam_outputs(self, beam: BeamSearch) -> tuple[Completion, ...]:
+        """The best hypotheses of a search that has ended; their text is made only now."""
+        outputs = []
+        best = beam.hypotheses[: self.params.n]
+        for index, (hypothesis, completion) in enumerate(zip(best, self.completions, strict=False)):
+            is_stopped = hypothesis.stop_reason is not None
+            text = completion.whole_text(hypothesis.token_ids[: -1 if is_stopped else None])
+            outputs.append(
+                Completion(
+                    index=index,
+                    token_ids=hypothesis.token_ids,
+                    text=text,
+                    delta_token_ids=hypothesis.token_ids,
+                    delta_text=text,
+                    finish_reason=hypothesis.finish_reason,
+                    stop_reason=hypothesis.stop_reason,
+                    logprobs=None,
+                    cumulative_logprob=hypothesis.logprob,
+                    score=hypothesis.score,
+                )
+            )
+        return tuple(outputs)

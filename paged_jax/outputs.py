@@ -28,6 +28,7 @@ class Completion:
 
     Attributes:
       index: which of the request's samples it is, from 0; with the seed, it keys the random stream.
+        With beams: its rank.
       token_ids: all generated tokens so far.
       text: all generated text so far ("" without a tokenizer); cut at a stop string.
       delta_token_ids: tokens that are new since the last output of this request.
@@ -36,7 +37,8 @@ class Completion:
       stop_reason: the stop string or the stop token id that ended it, if one did.
       logprobs: one entry a generated token, when asked for.
       cumulative_logprob: sum of the generated tokens' log-probabilities (natural logarithms, of the
-        model's own logits), with ``logprobs`` or ``best_of``.
+        model's own logits), with ``logprobs`` or ``best_of``. With beams: of the biased logits.
+      score: with beams, what they are ranked by: ``cumulative_logprob / length ** length_penalty``.
     """
 
     index: int
@@ -48,6 +50,7 @@ class Completion:
     stop_reason: int | str | None
     logprobs: tuple[PositionLogprobs, ...] | None
     cumulative_logprob: float | None
+    score: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +62,8 @@ class RequestOutput:
     Attributes:
       request_id: the request's id.
       prompt_token_ids: the prompt.
-      outputs: the ``SamplingParams.n`` completions, by index; with ``best_of``, best first.
+      outputs: the ``SamplingParams.n`` completions, by index; with ``best_of`` or beams, best
+        first. Of a beam search there may be fewer: as many as there are.
       prompt_logprobs: one entry a prompt token (None for the first), when asked for.
       arrival_time: seconds, ``time.monotonic()``, as are the next two.
       first_token_time: when the first token of any completion reached the host.

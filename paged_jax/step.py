@@ -21,13 +21,14 @@ from paged_jax.config import require
 from paged_jax.model import ApplyFn
 from paged_jax.pool import KVPool
 from paged_jax.row_state import RowState, record, start_rows
+from paged_jax.sampling.beam import BeamCandidates, beam_candidates
 from paged_jax.sampling.logprobs import TokenLogprobs, prompt_logprobs
-from paged_jax.sampling.sampler import SampleResult, sample
+from paged_jax.sampling.sampler import SampleResult, adjust_logits, sample
 from pallas_kernels.block_copy import block_copy
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["sampled", "prompt"], meta_fields=[]
+    jax.tree_util.register_dataclass, data_fields=["sampled", "prompt", "beams"], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
 class StepOutputs:
@@ -36,10 +37,12 @@ class StepOutputs:
     Attributes:
       sampled: a token a row (meaningless where the row does not sample) and its log-probabilities.
       prompt: log-probabilities of the prompt's own tokens, when asked for.
+      beams: the best continuations of rows that are beams, when there are any.
     """
 
     sampled: SampleResult
     prompt: TokenLogprobs | None
+    beams: BeamCandidates | None
 
 
 @functools.lru_cache(maxsize=16)
@@ -92,7 +95,8 @@ def make_step(
         if layout.num_branches:
             logits = logits[inputs.logits_row]  # [B + F, V]
         state, sampled = _sample_rows(logits, state, inputs, layout)
-        return pool, state, StepOutputs(sampled, prompt)
+        beams = _continue_beams(logits, state, inputs, layout)
+        return pool, state, StepOutputs(sampled, prompt, beams)
 
     donated = ("pool", "state") if donate else ()
     return jax.jit(step, static_argnames=("layout",), donate_argnames=donated)
@@ -157,6 +161,18 @@ def _sample_rows(
     state = start_rows(state, new_slots, unread, inputs.first_position, inputs.base_key)
     sampled = sample(logits, inputs.sampler, state, slots, flags=layout.flags)
     return record(state, slots, sampled.tokens), sampled
+
+
+def _continue_beams(
+    logits: Array, state: RowState, inputs: StepInputs, layout: BatchLayout
+) -> BeamCandidates | None:
+    """Score what may follow each beam, by the logits with their biases."""
+    if inputs.beams is None:
+        return None
+    flags = dataclasses.replace(layout.flags, penalties=False)
+    logits = logits.astype(jnp.float32)
+    biased = adjust_logits(logits, inputs.sampler, state, inputs.state_slot, flags=flags)
+    return beam_candidates(biased, inputs.beams, num_candidates=layout.num_candidates)
 
 
 def make_block_copy(

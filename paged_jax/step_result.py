@@ -8,9 +8,13 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from paged_jax.batch import beam_rows
 from paged_jax.outputs import PositionLogprobs
+from paged_jax.sampling.beam import BeamCandidates
 from paged_jax.sampling.logprobs import TokenLogprobs
+from paged_jax.scheduling.beam import Candidate, most_candidates
 from paged_jax.scheduling.plan import PlanRow
+from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import Sequence
 from paged_jax.step import StepOutputs
 
@@ -23,11 +27,13 @@ class StepResult:
       token_ids: a token for each sampling row of the plan, in ``Plan.sampling_rows`` order.
       logprobs: likewise; None where the row asked for none.
       prompt_logprobs: (sequence, position, entry) for prompt positions that asked.
+      candidates: the continuations of each beam search that has rows which sample, best first.
     """
 
     token_ids: list[int]
     logprobs: list[PositionLogprobs | None]
     prompt_logprobs: list[tuple[Sequence, int, PositionLogprobs]]
+    candidates: dict[Request, list[Candidate]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,12 +44,14 @@ class Dispatch:
       rows: those that compute; row i is entry i of the outputs.
       branches: those that only sample.
       num_rows: padded number of the first; branch i is entry ``num_rows + i`` of the outputs.
+      num_branches: padded number of the second.
       outputs: what they yield, on the device.
     """
 
     rows: list[PlanRow]
     branches: list[PlanRow]
     num_rows: int
+    num_branches: int
     outputs: StepOutputs
 
     def sampling_rows(self) -> list[tuple[int, PlanRow]]:
@@ -80,7 +88,7 @@ class StepHandle:
         Raises:
           FloatingPointError: a row's logits hold NaN and ``EngineConfig.check_logits`` is set.
         """
-        result = StepResult([], [], [])
+        result = StepResult([], [], [], {})
         sampled: dict[Sequence, tuple[int, PositionLogprobs | None]] = {}
         for dispatch in self.dispatches:
             rows, outputs = dispatch.rows, dispatch.outputs
@@ -88,6 +96,8 @@ class StepHandle:
                 _raise_on_nan(rows, np.asarray(outputs.sampled.has_nan))
             if outputs.prompt is not None:
                 result.prompt_logprobs.extend(_prompt_entries(rows, outputs.prompt))
+            if outputs.beams is not None:
+                result.candidates.update(_candidates_of(dispatch, outputs.beams))
             sampling = dispatch.sampling_rows()
             if not sampling:
                 continue
@@ -150,6 +160,23 @@ def _prompt_entries(
             at = (index, offset)
             entry = PositionLogprobs(prompt[position], float(chosen[at]), int(ranks[at]), top)
             found.append((row.sequence, position, entry))
+    return found
+
+
+def _candidates_of(dispatch: Dispatch, beams: BeamCandidates) -> dict[Request, list[Candidate]]:
+    """Cut the device's ordered candidates into those of each search."""
+    scores, rows, token_ids = (np.asarray(x) for x in (beams.score, beams.row, beams.token))
+    num_each = len(scores) // (dispatch.num_rows + dispatch.num_branches)
+    found, begin = {}, 0
+    for request, members in beam_rows(dispatch.rows).items():
+        end = begin + num_each * len(members)
+        some = slice(begin, min(end, begin + most_candidates(request)))
+        best = dispatch.rows[members.start].sequence.cumulative_logprob
+        values = zip(*(x[some].tolist() for x in (scores, rows, token_ids)), strict=True)
+        found[request] = [
+            Candidate(best + score, row - members.start, token) for score, row, token in values
+        ]
+        begin = end
     return found
 
 

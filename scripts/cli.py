@@ -36,6 +36,7 @@ def define_engine_flags(*, max_num_seqs: int = 32) -> None:
 def define_sampling_flags(*, max_tokens: int = 128, temperature: float = 0.0) -> None:
     """Flags of ``SamplingParams``."""
     flags.DEFINE_integer("max_tokens", max_tokens, "tokens to generate", lower_bound=1)
+    flags.DEFINE_integer("beam_width", None, "beams of a beam search; None: none", lower_bound=1)
     flags.DEFINE_integer("min_tokens", 0, "tokens before an end token may come")
     flags.DEFINE_float("temperature", temperature, "0 is greedy")
     flags.DEFINE_integer("top_k", 0, "keep the k best tokens; 0: all")
@@ -53,6 +54,7 @@ def define_sampling_flags(*, max_tokens: int = 128, temperature: float = 0.0) ->
 def sampling_params() -> SamplingParams:
     """The parameters that the flags ask for."""
     names = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "ignore_eos")
+    names += ("beam_width",)
     names += ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logprobs")
     chosen: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
     return SamplingParams(stop=tuple(flags.FLAGS.stop), **chosen)

@@ -36,7 +36,16 @@ def test_parallel_sampling_example(smollm2, capsys):
     assert len({line[2:] for line in lines}) == 3
 
 
-def test_own_model_example(capsys):
+@pytest.mark.weights
+def test_beam_search_example(smollm2, capsys):
+    del smollm2
     run_block(2)
+    first, second = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert 0 > float(first[0]) >= float(second[0])
+    assert first[1:] != second[1:]
+
+
+def test_own_model_example(capsys):
+    run_block(3)
     token_lists = eval(capsys.readouterr().out)
     assert [len(tokens) for tokens in token_lists] == [16, 16]

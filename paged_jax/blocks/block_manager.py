@@ -198,13 +198,13 @@ class BlockManager(BlockTables):
         if self._observer is not None:
             self._observer(BlockEvent("release", "unpin", blocks=table.held, pin_id=pin_id))
 
-    def num_held_blocks(self, seq_ids: Sequence[int]) -> int:
+    def num_distinct_blocks(self, seq_ids: Sequence[int]) -> int:
         """Host blocks that swapping these sequences out takes: the distinct ones that they hold."""
         return len(distinct_blocks([self._table(seq_id) for seq_id in seq_ids]))
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
         """Whether the host pool has room for these sequences now."""
-        return self._host.has_room(self.num_held_blocks(seq_ids))
+        return self._host.has_room(self.num_distinct_blocks(seq_ids))
 
     def swap_out(self, seq_ids: Sequence[int]) -> tuple[BlockSwap, ...] | None:
         """Move a whole sequence group to the host pool; what its members share is moved once.

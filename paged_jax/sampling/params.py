@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from paged_jax.config import require
 
@@ -88,6 +88,38 @@ def _stop_ids(value: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def _beam_fields(params: SamplingParams) -> dict[str, Any]:
+    """The clean fields of beam search; refuses whatever has no meaning with or without beams."""
+    early = params.early_stopping
+    require(
+        isinstance(early, bool) or early == "never",
+        f"early_stopping={early!r} must be True, False or 'never'",
+    )
+    penalty = _float("length_penalty", params.length_penalty, -10, 10)
+    if params.beam_width is None:
+        require(
+            penalty == 1.0 and early is False,
+            f"length_penalty={penalty} and early_stopping={early!r} must be 1.0 and False without "
+            "beam_width",
+        )
+        return {}
+    width = _int("beam_width", params.beam_width, 1)
+    require(params.n <= width, f"n={params.n} must be at most beam_width={width}")
+    require(params.max_tokens != 0, f"max_tokens=0 must be >= 1 with beam_width={width}")
+    require(
+        params.temperature in (0, 1),
+        f"temperature={params.temperature} must be 0 or 1 with beam_width={width}: beams are "
+        "ranked by the model's own probabilities, without chance",
+    )
+    neutral = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,)}
+    neutral |= {"presence_penalty": (0,), "frequency_penalty": (0,)}
+    neutral |= {"best_of": (None,), "logprobs": (None,), "stop": ((),)}
+    for name, values in neutral.items():
+        value = getattr(params, name)
+        require(value in values, f"{name}={value!r} must be {values[0]!r} with beam_width={width}")
+    return {"beam_width": width, "length_penalty": penalty}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a request's tokens are chosen and where its output ends.
@@ -102,6 +134,13 @@ class SamplingParams:
         completion has a random stream of its own, keyed by (seed, its index).
       best_of: None: ``n``; more: so many completions are computed, and the ``n`` with the highest
         log-probability per token are given back, best first, when all have ended.
+      beam_width: None, or search with so many beams (docs/beam_search.md): the ``n`` sequences with
+        the best score are given back, best first, when the search has ended. Chance plays no part.
+      length_penalty: with beams, score = sum of log-probabilities / length ** this, in [-10, 10];
+        0: the plain sum; the larger, the longer.
+      early_stopping: with beams, when to end once ``beam_width`` sequences have: True: at once;
+        False: when the best beam, at its length now, does not beat the worst of them; "never": when
+        it could not at any length up to ``max_tokens``.
       temperature: >= 0; up to 1e-5 the best token is taken (greedy).
       top_k: keep the k best; 0 or -1: all; more than the vocabulary: all.
       top_p: keep the fewest best tokens whose probability reaches this, in [0, 1]; 0: the best.
@@ -133,6 +172,9 @@ class SamplingParams:
 
     n: int = 1
     best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -190,16 +232,18 @@ class SamplingParams:
         )
         for name, value in clean.items():
             object.__setattr__(self, name, value)
+        for name, value in _beam_fields(self).items():
+            object.__setattr__(self, name, value)
 
     @property
     def num_samples(self) -> int:
-        """Completions that are computed."""
-        return self.n if self.best_of is None else self.best_of
+        """Sequences that are computed at a time."""
+        return self.beam_width or self.best_of or self.n
 
     @property
     def is_ranked(self) -> bool:
-        """Whether only the best of the computed completions are given back."""
-        return self.num_samples > self.n
+        """Whether only the likeliest of the sampled completions are given back."""
+        return self.best_of is not None and self.best_of > self.n
 
     @property
     def num_logprobs(self) -> int | None:
@@ -208,8 +252,8 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the best token is taken, without chance."""
-        return self.temperature <= GREEDY_TEMPERATURE
+        """Whether tokens are chosen without chance."""
+        return self.beam_width is not None or self.temperature <= GREEDY_TEMPERATURE
 
     @property
     def needs_penalties(self) -> bool:

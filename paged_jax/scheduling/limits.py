@@ -42,6 +42,9 @@ def capped_max_tokens(
         raise ValueError(
             f"{name}: n={request.num_samples} sequences (n or best_of) must be at most "
             f"max_num_seqs={max_num_seqs}"
+            if request.params.beam_width is None
+            else f"{name}: beam_width={request.num_samples} must be at most "
+            f"max_num_seqs={max_num_seqs}"
         )
     num_slots = _num_slots(request, num_usable, block_size)
     most_each = most_blocks(max_model_len, window, block_size)

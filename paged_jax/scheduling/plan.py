@@ -15,7 +15,8 @@ class PlanRow(NamedTuple):
     The row attends to ``start + num_new`` positions. When ``samples``, its last position yields
     the sequence's next token. A prefill row's tokens are known on the host
     (``sequence.token_slice``); a decode row's one token is the device's last sampled one, unless
-    ``from_host``: then it is the host's, and the row's state on the device starts anew.
+    ``from_host``: then it is the host's, and the row's state on the device starts anew. Of a beam
+    search all rows sample in one step, by rank; candidates are taken from them, not tokens.
     """
 
     sequence: Sequence

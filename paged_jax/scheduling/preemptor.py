@@ -70,7 +70,7 @@ class Preemptor:
 
         None of its sequences may be written in this step, or have a value in flight.
         """
-        self.num_preemptions += len(group.live)
+        self.num_preemptions += len(group.active)
         for sequence in group.live:
             sequence.num_preemptions += 1
         seq_ids = [sequence.seq_id for sequence in group.with_tables]
@@ -78,10 +78,10 @@ class Preemptor:
         swaps = self._manager.swap_out(seq_ids) if prefers_swap else None
         is_swap = swaps is not None
         plan.preemptions.append(
-            Preemption(tuple(group.live), is_swap, prefers_swap and not is_swap)
+            Preemption(tuple(group.active), is_swap, prefers_swap and not is_swap)
         )
         if self.on_preempt is not None:
-            self.on_preempt(group.live, "swap" if is_swap else "recompute")
+            self.on_preempt(group.active, "swap" if is_swap else "recompute")
         if swaps is not None:
             plan.swap_outs.extend(swaps)
             return
@@ -97,7 +97,7 @@ class Preemptor:
 
     def num_blocks_to_resume(self, group: SequenceGroup) -> int:
         """Blocks for what a swapped group holds and, in the middle of a prompt, the rest of it."""
-        if any(sequence.num_computed < sequence.num_prefill for sequence in group.live):
+        if any(sequence.num_computed < sequence.num_prefill for sequence in group.active):
             return group.known_blocks(self._manager.block_size)
         return self._manager.num_swapped_blocks([s.seq_id for s in group.with_tables])
 
@@ -111,12 +111,12 @@ class Preemptor:
         if self._mode != "auto":
             return self._mode == "swap"
         assert self._costs is not None
-        num_blocks = self._manager.num_held_blocks(seq_ids)
+        num_blocks = self._manager.num_distinct_blocks(seq_ids)
         swap = self._costs.swap_seconds(num_blocks, block_nbytes=self._block_nbytes)
         return swap < self._costs.recompute_seconds(num_to_recompute(group))
 
 
 def num_to_recompute(group: SequenceGroup) -> int:
     """Computed tokens of a group; the prompt, which its sequences share, counts once."""
-    own = (max(s.num_computed - s.num_prompt, 0) for s in group.live if s is not group.leader)
+    own = (max(s.num_computed - s.num_prompt, 0) for s in group.active if s is not group.leader)
     return group.leader.num_computed + sum(own)

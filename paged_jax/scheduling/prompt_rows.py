@@ -55,7 +55,8 @@ def plan_chunk(
             return
         plan.copies.extend(manager.append(sequence.seq_id, num_tokens=num_new) or ())
     end = start + num_new
-    samples = end == sequence.num_prefill and sequence.max_tokens > 0
+    # A beam that resumes computes all tokens but its last, and samples with the others.
+    samples = end == sequence.num_prefill == sequence.num_tokens and sequence.max_tokens > 0
     for row_start in range(start, end, row_len):
         row_end = min(row_start + row_len, end)
         is_last = samples and row_end == end
@@ -70,7 +71,7 @@ def plan_chunk(
 
 def _fork(plan: Plan, group: SequenceGroup, manager: BlockManager, *, samples: bool) -> None:
     """Share the prompt that ``group.leader`` has computed; ``samples``: all draw a token."""
-    leader, *others = group.live
+    leader, *others = group.active
     group.needs_fork = False
     for sequence in others:
         manager.fork(leader.seq_id, sequence.seq_id)

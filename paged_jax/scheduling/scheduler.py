@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from paged_jax.blocks.block_manager import BlockManager
+from paged_jax.scheduling.beam import Candidate
 from paged_jax.scheduling.group import SequenceGroup
 from paged_jax.scheduling.limits import capped_max_tokens
 from paged_jax.scheduling.lineup import Lineup
@@ -155,6 +156,8 @@ class Scheduler:
         group = self._lineup.live.get(request_id)
         if group is None:
             return False
+        if group.beam is not None:
+            group.beam.cancel()
         for sequence in tuple(group.live):
             self.finish(sequence, "cancelled")
         return True
@@ -193,12 +196,18 @@ class Scheduler:
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for group in self._lineup.running:
+            if group.awaits_values:
+                return NEEDS_VALUES
+            can_decode = group.can_decode
             for sequence in group.with_tables:
                 if self._window is not None:
                     drop_past_window(sequence, self._window, self._manager)
                 if sequence.num_computed < sequence.num_prefill:
                     prefilling.append(sequence)
-                elif len(sequence.output_token_ids) + sequence.num_pending < sequence.max_tokens:
+                elif (
+                    can_decode
+                    and len(sequence.output_token_ids) + sequence.num_pending < sequence.max_tokens
+                ):
                     decoding.append(sequence)
         plan = Plan(self._num_steps + 1)
         if not self._make_room(plan, decoding, prefilling):
@@ -215,12 +224,22 @@ class Scheduler:
             return NEEDS_VALUES
         return plan
 
-    def update(self, plan: Plan, sampled_token_ids: SequenceOf[int]) -> list[tuple[Sequence, int]]:
+    def update(
+        self,
+        plan: Plan,
+        sampled_token_ids: SequenceOf[int],
+        candidates: Mapping[Request, SequenceOf[Candidate]] | None = None,
+    ) -> list[tuple[Sequence, int]]:
         """Take a step's tokens, in the order of ``plan.sampling_rows``; finish who is done.
 
         Every plan that is not empty comes back here once, even when its requests have ended: tokens
         of those are dropped. A scoring sequence (``max_tokens=0``) ends here, with the step that
-        computes the end of its prompt, and emits nothing.
+        computes the end of its prompt, and emits nothing; nor do beams, which take candidates.
+
+        Args:
+          plan: what ``schedule`` returned.
+          sampled_token_ids: one a sampling row; those of beams mean nothing.
+          candidates: of each beam search with rows that sample, best first.
 
         Returns:
           Each emitted token with its sequence, in row order.
@@ -242,11 +261,15 @@ class Scheduler:
             if sequence.max_tokens == 0 and is_end:
                 self.finish(sequence, "length")
         emitted: list[tuple[Sequence, int]] = []
+        searching: dict[SequenceGroup, None] = {}
         for row, token in zip(rows, sampled_token_ids, strict=True):
             sequence = row.sequence
             if sequence.status is SequenceStatus.FINISHED:
                 continue
             sequence.num_pending -= 1
+            if sequence.request.params.beam_width is not None:
+                searching[self._lineup.group_of(sequence)] = None
+                continue
             sequence.output_token_ids.append(token)
             emitted.append((sequence, token))
             num_output = len(sequence.output_token_ids)
@@ -255,6 +278,8 @@ class Scheduler:
                 self.finish(sequence, "stop", token)
             elif num_output >= sequence.max_tokens:
                 self.finish(sequence, "length")
+        for group in searching:
+            self._advance(group, (candidates or {})[group.request])
         return emitted
 
     def check_integrity(self) -> None:
@@ -265,6 +290,13 @@ class Scheduler:
         """
         self._manager.check_integrity()
         self._lineup.check_integrity(self._manager)
+
+    def _advance(self, group: SequenceGroup, candidates: SequenceOf[Candidate]) -> None:
+        """Go on with a beam search, or end it."""
+        assert group.beam is not None
+        if group.beam.advance(candidates, self._manager):
+            for sequence in tuple(group.live):
+                self.finish(sequence, group.beam.hypotheses[0].finish_reason)
 
     def _make_room(self, plan: Plan, decoding: list[Sequence], prefilling: list[Sequence]) -> bool:
         """Preempt until every decoding sequence can append, after swap-outs from the next step on.
@@ -303,7 +335,8 @@ class Scheduler:
             assert copies is not None, "room was made before"
             if copies:
                 plan.copies.extend(copies)
-            rows.append(PlanRow(sequence, sequence.num_computed, 1, True, from_host))
+            fresh = from_host or sequence.request.params.beam_width is not None
+            rows.append(PlanRow(sequence, sequence.num_computed, 1, True, fresh))
             sequence.num_computed += 1
             sequence.num_pending += 1
 
@@ -351,11 +384,9 @@ class Scheduler:
         return self._lineup.worst_case_blocks + worst_case <= manager.num_usable
 
     def _start(self, group: SequenceGroup) -> None:
-        group.needs_fork = len(group.live) > 1
+        group.restart()
         most = group.max_blocks(self._manager.block_size)
         self._lineup.start(group, worst_case_blocks=most)
-        for sequence in group.live:
-            sequence.num_prefill = sequence.num_tokens
 
     def _resume(self, plan: Plan, group: SequenceGroup) -> None:
         """Go on with a swapped group where it was: its decoding sequences do so in this step."""
@@ -363,4 +394,5 @@ class Scheduler:
         self._lineup.start(group, worst_case_blocks=most)
         self.preemptor.swap_in(group, plan)
         decoding = [s for s in group.with_tables if s.num_computed >= s.num_prefill]
-        self._plan_decodes(plan, decoding, from_host=True)
+        if group.can_decode:
+            self._plan_decodes(plan, decoding, from_host=True)

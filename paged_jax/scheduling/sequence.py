@@ -37,6 +37,7 @@ class Sequence:
       max_tokens: the request's limit, capped to the room there is.
       prompt_token_ids: the prompt.
       output_token_ids: emitted tokens whose values are on the host.
+      cumulative_logprob: a beam's sum of log-probabilities.
       num_pending: tokens sampled by dispatched steps, value not yet on the host.
       num_computed: tokens whose keys and values are written by dispatched steps.
       num_prefill: tokens that prefill must compute before the next one is sampled.
@@ -48,6 +49,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "cumulative_logprob",
         "finish_reason",
         "max_tokens",
         "num_computed",
@@ -73,6 +75,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.prompt_token_ids = list(request.prompt_token_ids)
         self.output_token_ids: list[int] = []
+        self.cumulative_logprob = 0.0
         self.num_pending = 0
         self.num_computed = 0
         self.num_prefill = len(self.prompt_token_ids)

@@ -87,3 +87,10 @@ def test_lines_end_at_newlines_only_and_a_byte_order_mark_is_no_text(run_program
 def test_nostream_still_shows_the_text(run_program):
     result = run_program("generate", "--prompt=hello", "--nostream", "--nofigures", *SMALL)
     assert "6 tokens (length)" in result.stdout
+
+
+def test_beam_search(run_program):
+    result = run_program("generate", *PROMPTS, *SMALL, "--json", "--nofigures", "--beam_width=3")
+    assert result.returncode == 0, result.stderr
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [len(record["token_ids"]) for record in records] == [6, 6]

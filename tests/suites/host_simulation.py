@@ -11,10 +11,15 @@ import types
 import zlib
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
+from suites.beam_simulation import best_candidates, check_search, sums_after
+from suites.slot_model import EMPTY, VOCAB_SIZE, encode
 
 from paged_jax.blocks.block_manager import BlockCopy, BlockManager
+from paged_jax.scheduling.beam import Candidate
+from paged_jax.scheduling.group import SequenceGroup
 from paged_jax.scheduling.plan import NeedsValues, Plan, PlanRow
 from paged_jax.scheduling.preemption import PreemptionCosts, PreemptionMode
 from paged_jax.scheduling.preemptor import Preemptor
@@ -22,8 +27,6 @@ from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.scheduling.sequence import Sequence
 
-VOCAB_SIZE = 17
-EMPTY = -1
 # A byte a token: full blocks are swapped from 2 tokens a block on, single tokens recomputed.
 COSTS = PreemptionCosts(
     prefill_tokens_per_second=1.0, swap_bytes_per_second=8.0, swap_seconds_per_block=0.5
@@ -37,6 +40,9 @@ def sampling_params(
     stop_token_ids: SequenceOf[int] = (),
     ignore_eos: bool = False,
     num_samples: int = 1,
+    beam_width: int | None = None,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
 ) -> types.SimpleNamespace:
     """The fields of SamplingParams that the scheduler reads."""
     return types.SimpleNamespace(
@@ -45,7 +51,10 @@ def sampling_params(
         stop_token_ids=tuple(stop_token_ids),
         ignore_eos=ignore_eos,
         prompt_logprobs=None,
-        num_samples=num_samples,
+        num_samples=beam_width or num_samples,
+        beam_width=beam_width,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
     )
 
 
@@ -65,11 +74,6 @@ def make_request(
     arguments = sampling_params(max_tokens, **params)
     ends = frozenset(eos_token_ids)
     return Request(request_id, prompt, arguments, eos_token_ids=ends, priority=priority)
-
-
-def encode(tokens: SequenceOf[int]) -> np.ndarray:
-    """What the slots of a sequence must hold, from its first position on."""
-    return np.arange(len(tokens), dtype=np.int64) * VOCAB_SIZE + np.asarray(tokens, np.int64)
 
 
 def next_token(context: np.ndarray, *, sample_index: int = 0) -> int:
@@ -124,6 +128,13 @@ class SlotPool:
         return self.slots.shape[1]
 
 
+class StepValues(NamedTuple):
+    """What a step yields: see ``Scheduler.update``."""
+
+    tokens: list[int]
+    candidates: dict[Request, list[Candidate]]
+
+
 class SlotExecutor:
     """Runs plans on a ``SlotPool`` and row state, and checks whatever a row reads."""
 
@@ -137,8 +148,8 @@ class SlotExecutor:
         self._last_tokens: list[int | None] = [None] * max_num_seqs
         self._streams: dict[Sequence, list[int]] = {}
 
-    def execute(self, plan: Plan) -> list[int]:
-        """Do a step; returns one token for each sampling row."""
+    def execute(self, plan: Plan) -> StepValues:
+        """Do a step; returns one token for each sampling row, and what may follow each beam."""
         self._swap(plan)
         self._pool.copy_blocks(plan.copies)
         for sequence in plan.admitted:
@@ -155,13 +166,18 @@ class SlotExecutor:
         rows = plan.prefill_rows + plan.branch_rows + plan.decode_rows
         contexts = [self._read(row) for row in rows]
         tokens = []
+        searches: dict[Request, list[np.ndarray]] = {}
         for row, context in zip(rows, contexts, strict=True):
-            if row.samples:
+            if row.samples and row.sequence.request.params.beam_width is not None:
+                searches.setdefault(row.sequence.request, []).append(sums_after(row, context))
+                tokens.append(EMPTY)
+            elif row.samples:
                 token = next_token(context, sample_index=row.sequence.sample_index)
                 self._streams[row.sequence].append(token)
                 self._last_tokens[row.sequence.state_slot] = token
                 tokens.append(token)
-        return tokens
+        candidates = {request: best_candidates(request, sums) for request, sums in searches.items()}
+        return StepValues(tokens, candidates)
 
     def _swap(self, plan: Plan) -> None:
         """Swap-outs, then swap-ins: a block that goes is wiped, and comes back at most once."""
@@ -177,10 +193,15 @@ class SlotExecutor:
 
     def _write(self, row: PlanRow, *, is_decode: bool) -> list[tuple[int, int]]:
         sequence, stop = row.sequence, row.start + row.num_new
+        if sequence.request.params.beam_width is not None:
+            # A place for beams: whose tokens it holds is the host's to say.
+            self._streams[sequence] = list(sequence.output_token_ids)
         stream = self._streams.setdefault(sequence, [])
+        is_beam = sequence.request.params.beam_width is not None
+        assert row.from_host or not (is_beam and is_decode)
         if row.from_host:
             assert is_decode
-            assert self._last_tokens[sequence.state_slot] is None, "the state is not new"
+            assert is_beam or self._last_tokens[sequence.state_slot] is None, "the state is not new"
             tokens = sequence.token_slice(row.start, stop)
             assert len(tokens) == 1, "the host does not know the token"
         elif is_decode:
@@ -209,6 +230,7 @@ class SimulatedServer:
 
     Attributes:
       emitted: the tokens of each sequence as they were emitted.
+      searches: the groups that are beam searches.
     """
 
     def __init__(
@@ -242,19 +264,23 @@ class SimulatedServer:
         self.executor = SlotExecutor(self.manager, max_num_seqs=max_num_seqs, window=window)
         self._window = window
         self.emitted: dict[Sequence, list[int]] = {}
+        self.searches: list[SequenceGroup] = []
         self.num_steps = 0
         self._num_host_blocks = self.manager.num_free_host
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_chunk_len = prefill_chunk_len or max_num_batched_tokens
         self._max_row_len = prefill_row_len
-        self._in_flight: tuple[Plan, list[int]] | None = None
+        self._in_flight: tuple[Plan, StepValues] | None = None
         self._has_priorities = False
 
     def add(self, request: Request) -> Sequence:
         """Add a request; returns its first sequence."""
         self._has_priorities = self._has_priorities or request.priority != 0
         group = self.scheduler.add(request)
-        self.emitted.update((sequence, []) for sequence in group.sequences)
+        if group.beam is None:
+            self.emitted.update((sequence, []) for sequence in group.sequences)
+        else:
+            self.searches.append(group)
         return group.leader
 
     def step(self) -> Plan | None:
@@ -271,16 +297,17 @@ class SimulatedServer:
             assert not self.scheduler.has_unfinished, "nothing planned, although requests live"
             return None
         self.num_steps += 1
-        tokens = self.executor.execute(plan)
+        values = self.executor.execute(plan)
         self.collect()
-        self._in_flight = plan, tokens
+        self._in_flight = plan, values
         self.scheduler.check_integrity()
         return plan
 
     def collect(self) -> None:
         """Take the tokens in flight, if any."""
         if self._in_flight is not None:
-            for sequence, token in self.scheduler.update(*self._in_flight):
+            plan, values = self._in_flight
+            for sequence, token in self.scheduler.update(plan, *values):
                 self.emitted[sequence].append(token)
         self._in_flight = None
         self.scheduler.check_integrity()
@@ -294,6 +321,8 @@ class SimulatedServer:
         self.collect()
         for sequence in self.emitted:
             self.check_output(sequence)
+        for group in self.searches:
+            check_search(group)
         self.manager.begin_step()
         assert self.manager.num_free == self.manager.num_usable
         assert self.manager.num_swapped == 0
@@ -331,7 +360,9 @@ class SimulatedServer:
             assert sum(row.num_new for row in mine) <= self._max_chunk_len
             assert not any(row.samples for row in mine[:-1])
             ends = mine[-1].start + mine[-1].num_new == sequence.num_prefill
-            assert mine[-1].samples == (ends and sequence.max_tokens > 0)
+            is_beam = sequence.request.params.beam_width is not None
+            resumes = is_beam and sequence.num_output > 0
+            assert mine[-1].samples == (ends and sequence.max_tokens > 0 and not resumes)
         sampling = {row.sequence.request for row in rows if row.samples}
         assert all(row.samples and row.sequence.request in sampling for row in plan.branch_rows)
         stats = self.manager.stats()
@@ -339,3 +370,7 @@ class SimulatedServer:
         assert stats.used + stats.free == stats.total
         if not self._has_priorities:
             assert all(sequence.num_preemptions <= 2 for sequence in scheduler.running)
+        for group in {scheduler._lineup.group_of(row.sequence) for row in plan.decode_rows}:
+            if group.beam is not None:
+                mine = [row.sequence for row in plan.decode_rows if row.sequence in group.sequences]
+                assert mine == group.beam.beams, "beams sample together, by rank"

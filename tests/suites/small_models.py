@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,23 @@ def _apply(
     seen = jnp.take_along_axis(out[..., 0, 0], logits_at, axis=1)
     # `seen` is `scale`, whatever the mix: NaN weights reach the logits as they do in real models.
     return table[picked % table.shape[0]] + (seen - seen)[..., None], cache
+
+
+def _apply_transitions(
+    params: Any, tokens: Any, positions: Any, cache: Any, *, logits_at: Any
+) -> tuple[Any, Any]:
+    _, cache = _apply(params, tokens, positions, cache, logits_at=logits_at)
+    table = params["transitions"]
+    picked = [jnp.take_along_axis(x, logits_at, axis=1) for x in (positions, tokens)]
+    return table[picked[0] % table.shape[0], picked[1]], cache
+
+
+def transition_model(logits: Any, **model: Any) -> Model:
+    """A model whose logits after token t at position p are ``logits[p % N, t]``: [N, V, V]."""
+    table = np.asarray(logits, np.float32)
+    base = rigged_model(table[:, 0], **model)
+    params = {**base.params, "transitions": jnp.asarray(table)}
+    return dataclasses.replace(base, apply=_apply_transitions, params=params, name="transitions")
 
 
 def rigged_model(

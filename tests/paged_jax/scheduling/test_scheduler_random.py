@@ -40,11 +40,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         num_samples=st.sampled_from([1, 1, 1, 2, 3, 5]),
         priority=st.sampled_from([0, 0, 0, -1, 2]),
+        beam_width=st.sampled_from([None, None, 1, 2, 3, 5]),
+        length_penalty=st.sampled_from([-1.0, 0.0, 1.0, 2.0]),
+        early_stopping=st.sampled_from([True, False, "never"]),
     )
     def add(self, prompt_len: int, max_tokens: int | None, **params: Any) -> None:
         request_id = len(self.ids)
         if max_tokens == 0:
-            params["num_samples"] = 1
+            params["num_samples"], params["beam_width"] = 1, None
         request = make_request(request_id, prompt_len, max_tokens, eos_token_ids={3}, **params)
         num_samples, size = request.num_samples, self.limits["block_size"]
         num_usable = self.limits["num_blocks"] - 1
