@@ -181,9 +181,9 @@ class CountingManager(BlockManager):
 
     freed: list[int]
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, **reason: str) -> None:
         self.freed.append(seq_id)
-        super().free(seq_id)
+        super().free(seq_id, **reason)
 
 
 @pytest.mark.parametrize("prompt_len", [3, 4, 5])
