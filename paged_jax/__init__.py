@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paged_jax.cache import DenseKVCache, KVCache, PagedKVCache
-    from paged_jax.config import EngineConfig, ModelSpec
+    from paged_jax.config import EngineConfig, ModelSpec, NgramSpeculation
     from paged_jax.engine import Engine
     from paged_jax.metrics import EngineStats, count_compilations
     from paged_jax.model import Model, Tokenizer
@@ -27,6 +27,7 @@ _MODULES = {
     "KVPool": "pool",
     "Model": "model",
     "ModelSpec": "config",
+    "NgramSpeculation": "config",
     "PagedKVCache": "cache",
     "PositionLogprobs": "outputs",
     "RequestOutput": "outputs",
@@ -45,6 +46,7 @@ __all__ = [
     "KVPool",
     "Model",
     "ModelSpec",
+    "NgramSpeculation",
     "PagedKVCache",
     "PositionLogprobs",
     "RequestOutput",

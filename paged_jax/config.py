@@ -58,6 +58,33 @@ class ModelSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NgramSpeculation:
+    """Speculative decoding by prompt lookup (docs/speculation.md).
+
+    Attributes:
+      num_draft_tokens: most drafted tokens that a row verifies; the row computes one more.
+      min_ngram_len: shortest ending of a text whose earlier continuation is a draft.
+      max_ngram_len: longest; longer ones are looked up first.
+
+    Raises:
+      ValueError: a field is not a positive integer, or the lengths are not in order.
+    """
+
+    num_draft_tokens: int = 4
+    min_ngram_len: int = 2
+    max_ngram_len: int = 4
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _require_int(field.name, getattr(self, field.name), 1)
+        require(
+            self.min_ngram_len <= self.max_ngram_len,
+            f"min_ngram_len={self.min_ngram_len} must be at most "
+            f"max_ngram_len={self.max_ngram_len}",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How an engine sizes its pool and batches its work.
 
@@ -87,6 +114,8 @@ class EngineConfig:
       donate: give the pool's buffer to each step (False keeps a second pool, for debugging).
       check_logits: raise FloatingPointError when a step yields NaN logits.
       debug_integrity: call ``check_integrity()`` after every step.
+      speculation: draft tokens and verify several in a step; None: one token a step. The tokens are
+        the same either way.
 
     Raises:
       ValueError: a value is out of range, or the pool is sized in two ways.
@@ -109,6 +138,7 @@ class EngineConfig:
     donate: bool = True
     check_logits: bool = False
     debug_integrity: bool = False
+    speculation: NgramSpeculation | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "prefill_row_len"):
@@ -126,6 +156,10 @@ class EngineConfig:
         for name in ("donate", "check_logits", "debug_integrity", "kernel_interpreter"):
             value = getattr(self, name)
             require(isinstance(value, bool), f"{name}={value!r} must be True or False")
+        require(
+            self.speculation is None or isinstance(self.speculation, NgramSpeculation),
+            f"speculation={self.speculation!r} must be NgramSpeculation or None",
+        )
         share = self.memory_fraction
         require(
             share is None or (isinstance(share, numbers.Real) and 0 < share < 1),

@@ -66,6 +66,8 @@ class JaxExecutor:
         # its positions. So the first are padded generously, the second closely.
         self._decode_buckets = row_buckets(config.max_num_seqs, second=8)
         self._prefill_buckets = row_buckets(max_rows, second=2)
+        # So does a row that verifies drafts.
+        self._verify_buckets = row_buckets(config.max_num_seqs, second=2)
         # A branch row costs one sampled token, so two sizes are enough: few, and all there can be.
         most = config.max_num_seqs - 1
         self._branch_buckets = tuple(sorted({min(FEW_BRANCHES, most), most}))
@@ -105,17 +107,20 @@ class JaxExecutor:
         sampling features that is in use at once (``SamplerFlags``: chance, penalties, three bias
         widths, four log-probability widths) adds at most one a batch shape; penalties add two more
         and prompt log-probabilities one a width. Requests for several completions (n > 1) add at
-        most two a prefill shape, for the steps in which their prompts end.
+        most two a prefill shape, for the steps in which their prompts end. Speculation has one T,
+        1 + ``num_draft_tokens``, so it adds one batch shape a bucket of verification rows.
         """
-        return len(self._decode_buckets) + len(self._prefill_buckets) + 3
+        num_shapes = len(self._decode_buckets) + len(self._prefill_buckets)
+        if self._config.speculation is not None:
+            num_shapes += len(self._verify_buckets)
+        return num_shapes + 3
 
     def execute(self, plan: Plan) -> StepHandle:
-        """Dispatch a plan and return at once: copies first, then prompts, then decode."""
+        """Dispatch a plan and return at once: copies, then prompts, then decode, then drafts."""
         self._run_copies(plan.copies)
         handle = StepHandle(plan.sampling_rows, [], self._config.check_logits)
         self._load_penalties(plan)
-        rows = plan.prefill_rows + plan.branch_rows + plan.decode_rows
-        flags = _flags_of({row.sequence for row in rows})
+        flags = _flags_of({row.sequence for row in plan.rows})
         plain = [row for row in plan.prefill_rows if prompt_logprobs_of(row) is None]
         scored = [row for row in plan.prefill_rows if prompt_logprobs_of(row) is not None]
         for kind, most in ((plain, self._prefill_buckets[-1]), (scored, PROMPT_LOGPROB_ROWS)):
@@ -124,6 +129,8 @@ class JaxExecutor:
                 self._dispatch(rows, handle, flags, branches=_branches_of(rows, plan))
         if plan.decode_rows:
             self._dispatch(plan.decode_rows, handle, flags, is_decode=True)
+        if plan.verify_rows:
+            self._dispatch(plan.verify_rows, handle, flags, verifies=True)
         return handle
 
     def _dispatch(
@@ -133,16 +140,23 @@ class JaxExecutor:
         flags: SamplerFlags,
         *,
         is_decode: bool = False,
+        verifies: bool = False,
         branches: SequenceOf[PlanRow] = (),
     ) -> None:
         start = time.perf_counter()
-        layout = self._layout(rows, flags, is_decode, num_branches=len(branches))
+        if verifies:
+            layout = self._verify_layout(rows, flags)
+        else:
+            layout = self._layout(rows, flags, is_decode, num_branches=len(branches))
         packed = self._packer.pack(rows, layout, branches=branches)
         handle.pack_seconds += time.perf_counter() - start
         self.pool, self.state, outputs = self._step(
             self._params, self.pool, self.state, packed, layout=layout
         )
-        handle.dispatches.append(Dispatch(list(rows), list(branches), layout.num_rows, outputs))
+        num_each = layout.num_new if verifies else 1
+        handle.dispatches.append(
+            Dispatch(list(rows), list(branches), layout.num_rows, outputs, num_each)
+        )
         handle.num_positions += layout.num_rows * layout.num_new
         handle.num_real_positions += sum(row.num_new for row in rows)
 
@@ -173,6 +187,18 @@ class JaxExecutor:
             num_branches=padded_rows(num_branches, self._branch_buckets) if num_branches else 0,
         )
 
+    def _verify_layout(self, rows: SequenceOf[PlanRow], flags: SamplerFlags) -> BatchLayout:
+        assert self._config.speculation is not None
+        return BatchLayout(
+            num_rows=padded_rows(len(rows), self._verify_buckets),
+            num_new=1 + self._config.speculation.num_draft_tokens,
+            table_width=self._table_width,
+            vocab_size=self._vocab_size,
+            is_decode=False,
+            flags=flags,
+            verifies=True,
+        )
+
     def _run_copies(self, copies: SequenceOf[tuple[int, int]]) -> None:
         if not copies:
             return
@@ -186,8 +212,7 @@ class JaxExecutor:
 
     def _load_penalties(self, plan: Plan) -> None:
         """Keep token counts exactly while some request of the plan uses penalties."""
-        rows = plan.prefill_rows + plan.branch_rows + plan.decode_rows
-        if not any(row.sequence.request.params.needs_penalties for row in rows):
+        if not any(row.sequence.request.params.needs_penalties for row in plan.rows):
             self.state = without_penalties(self.state)
             return
         if self.state.output_counts is None:

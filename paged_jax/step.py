@@ -1,7 +1,8 @@
 """The jitted step: embed, attend through the block tables, sample. One program a batch layout.
 
-Prefill chunks (T > 1, tokens from the host) and decode (T = 1, tokens from the device's own last
-samples) are the same function at different shapes.
+Prefill chunks (T > 1, tokens from the host), decode (T = 1, tokens from the device's own last
+samples) and the verification of drafts (T > 1, every position samples) are the same function at
+different shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paged_jax.cache import PagedKVCache
 from paged_jax.config import require
 from paged_jax.model import ApplyFn
 from paged_jax.pool import KVPool
-from paged_jax.row_state import RowState, record, start_rows
+from paged_jax.row_state import RowState, record, record_run, start_rows
 from paged_jax.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from paged_jax.sampling.sampler import SampleResult, sample
 from pallas_kernels.block_copy import block_copy
@@ -34,7 +35,8 @@ class StepOutputs:
     """What one dispatch yields.
 
     Attributes:
-      sampled: a token a row (meaningless where the row does not sample) and its log-probabilities.
+      sampled: a token a row (meaningless where the row does not sample) and its log-probabilities;
+        where the layout verifies, T tokens a row, one row after the other.
       prompt: log-probabilities of the prompt's own tokens, when asked for.
     """
 
@@ -79,6 +81,9 @@ def make_step(
             interpret=interpret,
         )
         pool, logits = _run_model(apply, params, cache, state, inputs, layout)
+        if layout.verifies:
+            state, sampled = _verify_rows(logits, state, inputs, layout)
+            return pool, state, StepOutputs(sampled, None)
         prompt = None
         if layout.prompt_logprobs is not None:
             assert inputs.targets is not None  # packed whenever prompt logprobs are wanted
@@ -111,7 +116,7 @@ def _run_model(
     offsets = jnp.arange(layout.num_new, dtype=jnp.int32)
     is_new = offsets < inputs.num_new[:, None]
     positions = jnp.where(is_new, inputs.start[:, None] + offsets, 0)
-    if layout.prompt_logprobs is None:
+    if layout.prompt_logprobs is None and not layout.verifies:
         logits_at = jnp.maximum(inputs.num_new - 1, 0)[:, None]  # [B, 1]
     else:
         logits_at = jnp.broadcast_to(offsets, is_new.shape)  # [B, T]
@@ -154,6 +159,33 @@ def _sample_rows(
     state = start_rows(state, new_slots, unread, inputs.first_position, inputs.base_key)
     sampled = sample(logits, inputs.sampler, state, slots, flags=layout.flags)
     return record(state, slots, sampled.tokens), sampled
+
+
+def _verify_rows(
+    logits: Array, state: RowState, inputs: StepInputs, layout: BatchLayout
+) -> tuple[RowState, SampleResult]:
+    """Draw a token at every position ``[B, T, V]``; remember those that the drafts lead to."""
+    assert inputs.tokens is not None  # the host's
+    num_rows, num_new = inputs.tokens.shape
+    slots = inputs.state_slot
+    state = start_rows(state, slots, jnp.zeros_like(slots), inputs.first_position, inputs.base_key)
+    each = jax.tree.map(lambda column: jnp.repeat(column, num_new, axis=0), inputs.sampler)
+    offsets = jnp.arange(num_new, dtype=jnp.int32)
+    sampled = sample(
+        logits.reshape(num_rows * num_new, -1),
+        each,
+        state,
+        jnp.repeat(slots, num_new),
+        flags=layout.flags,
+        offsets=jnp.tile(offsets, num_rows),
+    )
+    tokens = sampled.tokens.reshape(num_rows, num_new)
+    is_new = offsets < inputs.num_new[:, None]  # [B, T]
+    is_right = (tokens[:, :-1] == inputs.tokens[:, 1:]) & is_new[:, 1:]
+    num_accepted = jnp.sum(jnp.cumprod(is_right, axis=1, dtype=jnp.int32), axis=1)
+    has_nan = jnp.any(sampled.has_nan.reshape(num_rows, num_new) & is_new, axis=1)
+    state = record_run(state, slots, tokens, 1 + num_accepted)
+    return state, dataclasses.replace(sampled, has_nan=has_nan)
 
 
 def make_block_copy(

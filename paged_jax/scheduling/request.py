@@ -16,7 +16,7 @@ class Request:
       request_id: the user's handle; may be used again once the request has ended.
       prompt_token_ids: the prompt.
       params: limits and stop conditions. The scheduler reads ``num_samples``, ``max_tokens``,
-        ``min_tokens``, ``stop_token_ids`` and ``ignore_eos`` only.
+        ``min_tokens``, ``stop_token_ids``, ``ignore_eos`` and ``needs_penalties`` only.
       eos_token_ids: the model's end tokens.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 
 from paged_jax.blocks.block_manager import BlockManager
@@ -13,6 +13,7 @@ from paged_jax.scheduling.plan import NEEDS_VALUES, NeedsValues, Plan, PlanRow
 from paged_jax.scheduling.prompt_rows import PromptBudget, blocks_owed, plan_chunk
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import FinishReason, Sequence, SequenceStatus
+from paged_jax.scheduling.speculation import Drafter, Speculation
 
 # A request preempted this often comes back only when it can stay: no request thrashes.
 _MAX_OPTIMISTIC_PREEMPTIONS = 2
@@ -37,8 +38,10 @@ class Scheduler:
       prefill_row_len: most tokens of a prefill row (T).
       prefill_chunk_len: most tokens of one prompt in one step; None means the whole budget.
       max_model_len: longest context in tokens.
+      drafter: where the drafts of speculative decoding come from; None: no speculation.
 
     Attributes:
+      speculation: what it did so far, or None.
       num_preemptions: sequences that have lost their blocks so far, each time counted.
       num_recomputed_tokens: computed tokens that preemptions have thrown away.
 
@@ -55,6 +58,7 @@ class Scheduler:
         prefill_row_len: int,
         prefill_chunk_len: int | None = None,
         max_model_len: int,
+        drafter: Drafter | None = None,
     ) -> None:
         chunk_len = max_num_batched_tokens if prefill_chunk_len is None else prefill_chunk_len
         for name, value in (
@@ -72,6 +76,7 @@ class Scheduler:
         self._row_len = prefill_row_len
         self._chunk_len = chunk_len
         self._max_model_len = max_model_len
+        self.speculation = None if drafter is None else Speculation(drafter)
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self._lineup = Lineup(max_num_seqs)
@@ -160,6 +165,8 @@ class Scheduler:
         if self._manager.has_table(sequence.seq_id):
             self._manager.free(sequence.seq_id)
         self._lineup.end(sequence)
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
         sequence.num_pending = 0
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         return True
@@ -179,6 +186,8 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for group in self._lineup.running:
             for sequence in group.with_tables:
+                if self.speculation is not None and self.speculation.waits_for(sequence):
+                    return NEEDS_VALUES
                 if sequence.num_computed < sequence.num_prefill:
                     prefilling.append(sequence)
                 elif len(sequence.output_token_ids) + sequence.num_pending < sequence.max_tokens:
@@ -188,6 +197,8 @@ class Scheduler:
         plan = Plan(self._num_steps + 1)
         self._plan_decodes(plan, decoding)
         self._plan_prompts(plan, prefilling)
+        if self.speculation is not None:
+            self.speculation.plan_drafts(plan, self._manager)
         if not plan.is_empty:
             self._num_steps += 1
             self._num_in_flight += 1
@@ -195,24 +206,37 @@ class Scheduler:
             return NEEDS_VALUES
         return plan
 
-    def update(self, plan: Plan, sampled_token_ids: SequenceOf[int]) -> list[tuple[Sequence, int]]:
+    def update(
+        self,
+        plan: Plan,
+        sampled_token_ids: SequenceOf[int],
+        *,
+        take_token: Callable[[Sequence, int], str | None] | None = None,
+    ) -> list[tuple[Sequence, int]]:
         """Take a step's tokens, in the order of ``plan.sampling_rows``; finish who is done.
 
         Every plan that is not empty comes back here once, even when its requests have ended: tokens
         of those are dropped. A scoring sequence (``max_tokens=0``) ends here, with the step that
         computes the end of its prompt, and emits nothing.
 
+        Args:
+          plan: the step's.
+          sampled_token_ids: ``PlanRow.num_sampled`` tokens for each sampling row.
+          take_token: called with each emitted token; a stop string that it returns ends the
+            sequence there.
+
         Returns:
           Each emitted token with its sequence, in row order.
 
         Raises:
-          ValueError: there is not one token for each sampling row.
+          ValueError: there are not as many tokens as the rows yield.
         """
         rows = plan.sampling_rows
-        if len(sampled_token_ids) != len(rows):
+        num_sampled = sum(row.num_sampled for row in rows)
+        if len(sampled_token_ids) != num_sampled:
             raise ValueError(
-                f"sampled_token_ids has {len(sampled_token_ids)} tokens, it must have one for each "
-                f"of the {len(rows)} sampling rows of step {plan.step}"
+                f"sampled_token_ids has {len(sampled_token_ids)} tokens, it must have "
+                f"{num_sampled} for the {len(rows)} sampling rows of step {plan.step}"
             )
         if not plan.is_empty:
             self._num_in_flight -= 1
@@ -222,20 +246,32 @@ class Scheduler:
             if sequence.max_tokens == 0 and is_end:
                 self.finish(sequence, "length")
         emitted: list[tuple[Sequence, int]] = []
-        for row, token in zip(rows, sampled_token_ids, strict=True):
-            sequence = row.sequence
+        begin = 0
+        for row in rows:
+            sequence, tokens = row.sequence, sampled_token_ids[begin : begin + row.num_sampled]
+            begin += row.num_sampled
             if sequence.status is SequenceStatus.FINISHED:
                 continue
-            sequence.num_pending -= 1
-            sequence.output_token_ids.append(token)
-            emitted.append((sequence, token))
-            num_output = len(sequence.output_token_ids)
-            request = sequence.request
-            if token in request.stop_ids and num_output > request.params.min_tokens:
-                self.finish(sequence, "stop", token)
-            elif num_output >= sequence.max_tokens:
-                self.finish(sequence, "length")
+            sequence.num_pending -= row.num_sampled
+            if self.speculation is not None and row.drafts:
+                tokens = self.speculation.keep_accepted(row, tokens, self._manager)
+            for token in tokens:
+                emitted.append((sequence, token))
+                self._emit(sequence, token)
+                stop = None if take_token is None else take_token(sequence, token)
+                if stop is not None:
+                    self.finish(sequence, "stop", stop)
+                if sequence.is_finished:
+                    break
         return emitted
+
+    def _emit(self, sequence: Sequence, token: int) -> None:
+        sequence.output_token_ids.append(token)
+        num_output, request = len(sequence.output_token_ids), sequence.request
+        if token in request.stop_ids and num_output > request.params.min_tokens:
+            self.finish(sequence, "stop", token)
+        elif num_output >= sequence.max_tokens:
+            self.finish(sequence, "length")
 
     def check_integrity(self) -> None:
         """Prove that queues, state slots, tables and counters agree (the block manager's too).

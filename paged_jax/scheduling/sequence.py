@@ -37,7 +37,8 @@ class Sequence:
       max_tokens: the request's limit, capped to the room there is.
       prompt_token_ids: the prompt.
       output_token_ids: emitted tokens whose values are on the host.
-      num_pending: tokens sampled by dispatched steps, value not yet on the host.
+      num_pending: tokens sampled by dispatched steps, value not yet on the host; while drafts are
+        verified, as many as there can be.
       num_computed: tokens whose keys and values are written by dispatched steps.
       num_prefill: tokens that prefill must compute before the next one is sampled.
       num_preemptions: how often it lost its blocks.

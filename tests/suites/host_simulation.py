@@ -19,6 +19,7 @@ from paged_jax.scheduling.plan import NeedsValues, Plan, PlanRow
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.scheduling.sequence import Sequence
+from paged_jax.scheduling.speculation import Drafter
 
 VOCAB_SIZE = 17
 EMPTY = -1
@@ -31,6 +32,7 @@ def sampling_params(
     stop_token_ids: SequenceOf[int] = (),
     ignore_eos: bool = False,
     num_samples: int = 1,
+    needs_penalties: bool = False,
 ) -> types.SimpleNamespace:
     """The fields of SamplingParams that the scheduler reads."""
     return types.SimpleNamespace(
@@ -40,6 +42,7 @@ def sampling_params(
         ignore_eos=ignore_eos,
         prompt_logprobs=None,
         num_samples=num_samples,
+        needs_penalties=needs_penalties,
     )
 
 
@@ -80,6 +83,27 @@ def tokens_alone(
         if output[-1] in request.stop_ids and len(output) > request.params.min_tokens:
             return output, "stop"
     return output, "length"
+
+
+class Oracle:
+    """A drafter that knows what comes, and is wrong on purpose: never, at once, or somewhere."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self._num_draft_tokens = num_draft_tokens
+
+    def propose(self, sequence: Sequence, *, limit: int) -> list[int]:
+        assert sequence.num_pending == 1, "asked before the values are known"
+        tokens = [*sequence.prompt_token_ids, *sequence.output_token_ids]
+        chance = zlib.crc32(repr((sequence.seq_id, len(tokens))).encode())
+        num_drafts = min(limit, chance % (self._num_draft_tokens + 1))
+        num_right = chance // 64 % (num_drafts + 2)
+        for place in range(num_drafts):
+            token = next_token(encode(tokens), sample_index=sequence.sample_index)
+            tokens.append((token + (place >= num_right)) % VOCAB_SIZE)
+        return tokens[len(tokens) - num_drafts :]
+
+    def forget(self, sequence: Sequence) -> None:
+        assert sequence.is_finished
 
 
 class SlotPool:
@@ -125,11 +149,11 @@ class SlotExecutor:
         self._streams: dict[Sequence, list[int]] = {}
 
     def execute(self, plan: Plan) -> list[int]:
-        """Do a step; returns one token for each sampling row."""
+        """Do a step; returns one token for each sampled position, in the order of the rows."""
         self._pool.copy_blocks(plan.copies)
         for sequence in plan.admitted:
             self._last_tokens[sequence.state_slot] = None
-        rows = plan.prefill_rows + plan.decode_rows
+        rows = plan.prefill_rows + plan.decode_rows + plan.verify_rows
         written: list[tuple[int, int]] = []
         for row in rows:
             written += self._write(row, is_decode=row in plan.decode_rows)
@@ -138,25 +162,31 @@ class SlotExecutor:
             self._streams.setdefault(row.sequence, [])
             assert row.num_new == 0
             assert row.start == row.sequence.num_prompt
-        rows = plan.prefill_rows + plan.branch_rows + plan.decode_rows
-        contexts = [self._read(row) for row in rows]
+        contexts = [self._read(row) for row in plan.rows]
         tokens = []
-        for row, context in zip(rows, contexts, strict=True):
+        for row, context in zip(plan.rows, contexts, strict=True):
             if row.samples:
-                token = next_token(context, sample_index=row.sequence.sample_index)
-                self._streams[row.sequence].append(token)
-                self._last_tokens[row.sequence.state_slot] = token
-                tokens.append(token)
+                tokens += self._sample(row, context)
+        return tokens
+
+    def _sample(self, row: PlanRow, context: np.ndarray) -> list[int]:
+        """Each position's token; the stream goes on with those that the drafts lead to."""
+        sequence, is_right = row.sequence, True
+        tokens: list[int] = []
+        for place in range(row.num_sampled):
+            end = len(context) - len(row.drafts) + place
+            tokens.append(next_token(context[:end], sample_index=sequence.sample_index))
+            if is_right:
+                self._streams[sequence].append(tokens[-1])
+                self._last_tokens[sequence.state_slot] = tokens[-1]
+            is_right = is_right and (*row.drafts, -1)[place] == tokens[-1]
         return tokens
 
     def _write(self, row: PlanRow, *, is_decode: bool) -> list[tuple[int, int]]:
         sequence, stop = row.sequence, row.start + row.num_new
         stream = self._streams.setdefault(sequence, [])
-        if is_decode:
-            tokens = [self._last_tokens[sequence.state_slot]]
-        else:
-            tokens = sequence.token_slice(row.start, stop)
-        everything = [*sequence.prompt_token_ids, *stream]
+        tokens = [self._last_tokens[sequence.state_slot]] if is_decode else row.token_ids
+        everything = [*sequence.prompt_token_ids, *stream, *row.drafts]
         assert tokens == everything[row.start : stop], (sequence, tokens, row)
         values = encode(everything[:stop])[row.start :]
         return self._pool.write(self._manager.table_array(sequence.seq_id), row.start, values)
@@ -164,7 +194,7 @@ class SlotExecutor:
     def _read(self, row: PlanRow) -> np.ndarray:
         sequence, kv_len = row.sequence, row.start + row.num_new
         context = self._pool.read(self._manager.table_array(sequence.seq_id), kv_len)
-        tokens = [*sequence.prompt_token_ids, *self._streams[sequence]][:kv_len]
+        tokens = [*sequence.prompt_token_ids, *self._streams[sequence], *row.drafts][:kv_len]
         np.testing.assert_array_equal(context, encode(tokens), err_msg=repr(sequence))
         return context
 
@@ -187,6 +217,7 @@ class SimulatedServer:
         prefill_chunk_len: int | None = None,
         max_model_len: int = 1000,
         manager: BlockManager | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.manager = manager or BlockManager(num_blocks=num_blocks, block_size=block_size)
         self.scheduler = Scheduler(
@@ -196,6 +227,7 @@ class SimulatedServer:
             prefill_row_len=prefill_row_len,
             prefill_chunk_len=prefill_chunk_len,
             max_model_len=max_model_len,
+            drafter=drafter,
         )
         self.executor = SlotExecutor(self.manager, max_num_seqs=max_num_seqs)
         self.emitted: dict[Sequence, list[int]] = {}
@@ -267,10 +299,16 @@ class SimulatedServer:
     def _check(self, plan: Plan) -> None:
         scheduler, rows = self.scheduler, plan.prefill_rows
         assert scheduler.num_running or not (scheduler.num_waiting or scheduler.num_preempted)
-        decoding = [row.sequence for row in plan.decode_rows]
+        decoding = [row.sequence for row in plan.decode_rows + plan.verify_rows]
         assert len(set(decoding)) == len(decoding)
         assert not set(decoding) & {row.sequence for row in rows}
         assert all(row.num_new == 1 and row.samples for row in plan.decode_rows)
+        assert not any(row.drafts for row in plan.decode_rows + rows)
+        for row in plan.verify_rows:
+            assert row.num_new == 1 + len(row.drafts) == row.num_sampled > 1
+            assert row.start + row.num_new <= row.sequence.max_computed
+            assert not row.sequence.request.params.needs_penalties
+            assert row.sequence.num_output >= row.sequence.request.params.min_tokens
         assert len(rows) <= scheduler.max_prefill_rows
         assert all(1 <= row.num_new <= self._max_row_len for row in rows)
         assert sum(row.num_new for row in rows) <= self._max_num_batched_tokens

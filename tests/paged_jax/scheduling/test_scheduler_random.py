@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from suites.host_simulation import VOCAB_SIZE, SimulatedServer, make_request
+from suites.host_simulation import VOCAB_SIZE, Oracle, SimulatedServer, make_request
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -20,9 +20,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_row_len=st.integers(1, 8),
         prefill_chunk_len=st.none() | st.integers(1, 12),
         max_model_len=st.integers(4, 60),
+        num_draft_tokens=st.integers(0, 6),
     )
-    def start(self, **limits: int) -> None:
-        self.server = SimulatedServer(**limits)
+    def start(self, *, num_draft_tokens: int, **limits: int) -> None:
+        drafter = Oracle(num_draft_tokens) if num_draft_tokens else None
+        self.server = SimulatedServer(drafter=drafter, **limits)
         self.ids: list[int] = []
         self.limits = limits
 
@@ -33,6 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=1),
         ignore_eos=st.booleans(),
         num_samples=st.sampled_from([1, 1, 1, 2, 3, 5]),
+        needs_penalties=st.sampled_from([False, False, True]),
     )
     def add(self, prompt_len: int, max_tokens: int | None, **params: object) -> None:
         request_id = len(self.ids)
