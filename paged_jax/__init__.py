@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paged_jax.cache import DenseKVCache, KVCache, PagedKVCache
-    from paged_jax.config import EngineConfig, ModelSpec
+    from paged_jax.config import EngineConfig, ModelSpec, NgramSpeculation
     from paged_jax.engine import Engine
     from paged_jax.metrics import EngineStats, count_compilations
     from paged_jax.model import Model, Tokenizer
@@ -28,6 +28,7 @@ _MODULES = {
     "KVPool": "pool",
     "Model": "model",
     "ModelSpec": "config",
+    "NgramSpeculation": "config",
     "PagedKVCache": "cache",
     "PositionLogprobs": "outputs",
     "PreemptionCosts": "scheduling.preemption",
@@ -47,6 +48,7 @@ __all__ = [
     "KVPool",
     "Model",
     "ModelSpec",
+    "NgramSpeculation",
     "PagedKVCache",
     "PositionLogprobs",
     "PreemptionCosts",

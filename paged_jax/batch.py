@@ -48,6 +48,7 @@ class BatchLayout:
       prompt_logprobs: top-N kept for every prompt position, or None for none.
       num_branches: padded rows that only sample, from other rows' logits (F). They follow the B.
       num_candidates: continuations kept of each beam, 0 where no row is a beam.
+      verifies: each of a row's T positions samples a token: the rows hold drafts.
     """
 
     num_rows: int
@@ -59,6 +60,7 @@ class BatchLayout:
     prompt_logprobs: int | None = None
     num_branches: int = 0
     num_candidates: int = 0
+    verifies: bool = False
 
     @property
     def num_token_columns(self) -> int:
@@ -99,7 +101,7 @@ class StepInputs:
       state_slot: entry in ``RowState``; padding rows point to the dummy entry R.
       start: position of the row's first new token.
       num_new: real new tokens; 0 marks a padding row.
-      samples: the row's last position yields the sequence's next token.
+      samples: the row's last position (or each, where the layout verifies) yields a token.
       logits_row: the row from whose logits this one samples: its own, but for branches.
       host_token: in decode, the input token of a row whose state starts anew; else -1.
       base_key: key of the sequence's random stream.
@@ -184,7 +186,7 @@ class BatchPacker:
       seed_of: the 64-bit seed of a sequence.
     """
 
-    __slots__ = ("_num_slots", "_resident", "_seed_of", "_table_of", "_table_width")
+    __slots__ = ("_num_slots", "_owners", "_resident", "_seed_of", "_table_of", "_table_width")
 
     def __init__(
         self,
@@ -199,6 +201,7 @@ class BatchPacker:
         self._table_of = table_of
         self._seed_of = seed_of
         self._resident = np.zeros((num_slots + 1, NUM_RESIDENT), np.int32)
+        self._owners: list[Sequence | None] = [None] * num_slots
 
     def pack(
         self,
@@ -223,7 +226,7 @@ class BatchPacker:
             sequence, target = row.sequence, packed[index]
             if row.samples and (row.from_host or not layout.is_decode):
                 self._load_resident(sequence)
-            host_token = sequence.token_slice(row.start, row.start + 1)[0] if row.from_host else -1
+            host_token = row.token_ids[0] if row.from_host else -1
             # Only rows that sample touch their state; a prompt's earlier rows use the dummy entry.
             slot = sequence.state_slot if row.samples else self._num_slots
             step = slot, row.start, row.num_new, row.samples, index, host_token
@@ -254,6 +257,12 @@ class BatchPacker:
         self._pack_resident(packed)
 
     def _load_resident(self, sequence: Sequence) -> None:
+        if self._owners[sequence.state_slot] is sequence:
+            # Rows from the host start anew each time; a key takes 0.1 ms to make.
+            place = INT_COLUMNS.index("first_position")
+            self._resident[sequence.state_slot, place] = sequence.num_output
+            return
+        self._owners[sequence.state_slot] = sequence
         params = sequence.request.params
         key = base_key(self._seed_of(sequence), sequence.sample_index).view(np.int32)
         top_k = min(max(params.top_k, 0), 2**31 - 1)
@@ -270,8 +279,7 @@ class BatchPacker:
     ) -> None:
         offset = NUM_STEP + NUM_RESIDENT
         for index, row in enumerate(rows):
-            tokens = row.sequence.token_slice(row.start, row.start + row.num_new)
-            packed[index, offset : offset + row.num_new] = tokens
+            packed[index, offset : offset + row.num_new] = row.token_ids
             if layout.prompt_logprobs is not None:
                 targets = row.sequence.prompt_token_ids[row.start + 1 : row.start + row.num_new + 1]
                 begin = offset + layout.num_new

@@ -70,6 +70,33 @@ class ModelSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NgramSpeculation:
+    """Speculative decoding by prompt lookup (docs/speculation.md).
+
+    Attributes:
+      num_draft_tokens: most drafted tokens that a row verifies; the row computes one more.
+      min_ngram_len: shortest ending of a text whose earlier continuation is a draft.
+      max_ngram_len: longest; longer ones are looked up first.
+
+    Raises:
+      ValueError: a field is not a positive integer, or the lengths are not in order.
+    """
+
+    num_draft_tokens: int = 4
+    min_ngram_len: int = 2
+    max_ngram_len: int = 4
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _require_int(field.name, getattr(self, field.name), 1)
+        require(
+            self.min_ngram_len <= self.max_ngram_len,
+            f"min_ngram_len={self.min_ngram_len} must be at most "
+            f"max_ngram_len={self.max_ngram_len}",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How an engine sizes its pool and batches its work.
 
@@ -113,6 +140,8 @@ class EngineConfig:
       event_log: file for the event record (docs/events.md); None writes none.
       event_log_bytes: size at which a file of the record is full and a new one begins.
       event_log_files: full files that are kept beside it.
+      speculation: draft tokens and verify several in a step; None: one token a step. The tokens are
+        the same either way.
 
     Raises:
       ValueError: a value is out of range, a pool is sized in two ways, or there is a size of the
@@ -145,6 +174,7 @@ class EngineConfig:
     event_log: str | os.PathLike[str] | None = None
     event_log_bytes: int = EVENT_LOG_BYTES
     event_log_files: int = EVENT_LOG_FILES
+    speculation: NgramSpeculation | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -180,6 +210,10 @@ class EngineConfig:
         require(
             self.event_log is None or isinstance(self.event_log, (str, os.PathLike)),
             f"event_log={self.event_log!r} must be the path of a file, or None",
+        )
+        require(
+            self.speculation is None or isinstance(self.speculation, NgramSpeculation),
+            f"speculation={self.speculation!r} must be NgramSpeculation or None",
         )
         share = self.memory_fraction
         require(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import deque
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from paged_jax.outputs import RequestOutput
 from paged_jax.pool import bytes_per_block, resolve_num_blocks
 from paged_jax.prompts import Prompt, encode_prompt
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduling.ngram import NgramDrafter
 from paged_jax.scheduling.plan import NeedsValues, Plan
 from paged_jax.scheduling.preemption import PreemptionCosts, default_costs
 from paged_jax.scheduling.preemptor import Preemptor
@@ -79,6 +81,7 @@ class EngineCore:
                 costs=_preemption_costs(config, model),
                 block_nbytes=block_nbytes,
             ),
+            drafter=None if config.speculation is None else NgramDrafter(config.speculation),
         )
         self._record = log and EngineRecord(
             log, scheduler=self.scheduler, block_manager=self.block_manager
@@ -266,25 +269,35 @@ class EngineCore:
         (plan, handle), self._in_flight = self._in_flight, None
         result = handle.result()
         now = time.monotonic()
-        entries = dict(
-            zip((row.sequence for row in plan.sampling_rows), result.logprobs, strict=True)
-        )
+        logprobs = iter(result.logprobs)
+        entries = {
+            row.sequence: deque(itertools.islice(logprobs, row.num_sampled))
+            for row in plan.sampling_rows
+        }
+        take_seconds = 0.0
+
+        def take_token(sequence: Sequence, token_id: int) -> str | None:
+            nonlocal take_seconds
+            begin = time.perf_counter()
+            live, entry = self._by_sequence[sequence], entries[sequence].popleft()
+            stopped = live.take_token(sequence, token_id, entry, now)
+            take_seconds += time.perf_counter() - begin
+            return stopped
+
         begin = time.perf_counter()
-        updates = self.scheduler.update(plan, result.token_ids, result.candidates)
-        self.stats.schedule_seconds += time.perf_counter() - begin
+        updates = self.scheduler.update(
+            plan, result.token_ids, result.candidates, take_token=take_token
+        )
+        self.stats.schedule_seconds += time.perf_counter() - begin - take_seconds
         self.stats.num_output_tokens += len(updates)
+        self._count_drafts()
         for sequence, position, entry in result.prompt_logprobs:
             if sequence in self._by_sequence:
                 self._by_sequence[sequence].take_prompt_entry(position, entry)
         # A request that only scores its prompt ends without a token.
         changed = {row.sequence: None for row in plan.prefill_rows if row.sequence.is_finished}
         changed |= self._collect_beams(plan, now)
-        for sequence, token_id in updates:
-            changed[sequence] = None
-            live = self._by_sequence[sequence]
-            stopped = live.take_token(sequence, token_id, entries[sequence], now)
-            if stopped is not None:
-                self.scheduler.finish(sequence, "stop", stopped)
+        changed |= dict.fromkeys(sequence for sequence, _ in updates)
         lives = dict.fromkeys(self._by_sequence[s] for s in changed if s in self._by_sequence)
         outputs = [live.output() for live in lives if live.has_output]
         for live in lives:
@@ -340,6 +353,13 @@ class EngineCore:
         stats.num_swapped_in_blocks += len(plan.swap_ins)
         num_swaps = len(plan.swap_outs) + len(plan.swap_ins)
         stats.swapped_bytes += num_swaps * self.executor.pool.block_nbytes
+
+    def _count_drafts(self) -> None:
+        speculation = self.scheduler.speculation
+        if speculation is not None:
+            self.stats.num_drafted_tokens += speculation.num_drafted_tokens
+            self.stats.num_accepted_tokens += speculation.num_accepted_tokens
+            speculation.num_drafted_tokens = speculation.num_accepted_tokens = 0
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self.model.tokenizer is None:

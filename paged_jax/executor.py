@@ -73,6 +73,8 @@ class JaxExecutor:
         # its positions. So the first are padded generously, the second closely.
         self._decode_buckets = row_buckets(config.max_num_seqs, second=8)
         self._prefill_buckets = row_buckets(max_rows, second=2)
+        # So does a row that verifies drafts.
+        self._verify_buckets = row_buckets(config.max_num_seqs, second=2)
         # A branch row costs one sampled token, so two sizes are enough: few, and all there can be.
         most = config.max_num_seqs - 1
         self._branch_buckets = tuple(sorted({min(FEW_BRANCHES, most), most}))
@@ -120,14 +122,18 @@ class JaxExecutor:
         penalties add two more and prompt log-probabilities one a width. Requests for several
         completions (n > 1) add at most two a prefill shape, for the steps in which their prompts
         end. Beam searches add one a batch shape and ``candidate_bucket`` in use, whatever their
-        number and widths.
+        number and widths. Speculation has one T, 1 + ``num_draft_tokens``, so it adds one batch
+        shape a bucket of verification rows.
         """
+        num_shapes = len(self._decode_buckets) + len(self._prefill_buckets)
+        if self._config.speculation is not None:
+            num_shapes += len(self._verify_buckets)
         num_moves = 1 if self.host_pool is None else 1 + self.host_pool.max_programs
         num_moves += len(ID_BUCKETS) if self._config.zero_on_free else 0
-        return len(self._decode_buckets) + len(self._prefill_buckets) + 2 + num_moves
+        return num_shapes + 2 + num_moves
 
     def execute(self, plan: Plan) -> StepHandle:
-        """Dispatch a plan and return at once: swaps and copies, then prompts, then decode."""
+        """Dispatch a plan and return at once: swaps, copies, prompts, decode, then drafts."""
         handle = StepHandle(plan.sampling_rows, [], self._config.check_logits)
         if self.host_pool is not None and (plan.swap_outs or plan.swap_ins):
             self.host_pool.store(self.pool, plan.swap_outs)
@@ -135,8 +141,7 @@ class JaxExecutor:
             handle.settle = self.host_pool.settle
         self._run_copies(plan.copies)
         self._load_penalties(plan)
-        rows = plan.prefill_rows + plan.branch_rows + plan.decode_rows
-        flags = _flags_of({row.sequence for row in rows})
+        flags = _flags_of({row.sequence for row in plan.rows})
         plain = [row for row in plan.prefill_rows if prompt_logprobs_of(row) is None]
         scored = [row for row in plan.prefill_rows if prompt_logprobs_of(row) is not None]
         for kind, most in ((plain, self._prefill_buckets[-1]), (scored, PROMPT_LOGPROB_ROWS)):
@@ -145,6 +150,8 @@ class JaxExecutor:
                 self._dispatch(rows, handle, flags, branches=_branches_of(rows, plan))
         if plan.decode_rows:
             self._dispatch(plan.decode_rows, handle, flags, is_decode=True)
+        if plan.verify_rows:
+            self._dispatch(plan.verify_rows, handle, flags, verifies=True)
         return handle
 
     def zero(self, blocks: FreedBlocks) -> None:
@@ -159,17 +166,22 @@ class JaxExecutor:
         flags: SamplerFlags,
         *,
         is_decode: bool = False,
+        verifies: bool = False,
         branches: SequenceOf[PlanRow] = (),
     ) -> None:
         start = time.perf_counter()
-        layout = self._layout(rows, flags, is_decode, num_branches=len(branches))
+        if verifies:
+            layout = self._verify_layout(rows, flags)
+        else:
+            layout = self._layout(rows, flags, is_decode, num_branches=len(branches))
         packed = self._packer.pack(rows, layout, branches=branches)
         handle.pack_seconds += time.perf_counter() - start
         self.pool, self.state, outputs = self._step(
             self._params, self.pool, self.state, packed, layout=layout
         )
         padded = layout.num_rows, layout.num_branches
-        handle.dispatches.append(Dispatch(list(rows), list(branches), *padded, outputs))
+        num_each = layout.num_new if verifies else 1
+        handle.dispatches.append(Dispatch(list(rows), list(branches), *padded, outputs, num_each))
         handle.num_positions += layout.num_rows * layout.num_new
         handle.num_real_positions += sum(row.num_new for row in rows)
 
@@ -201,6 +213,18 @@ class JaxExecutor:
             num_candidates=_num_candidates(rows),
         )
 
+    def _verify_layout(self, rows: SequenceOf[PlanRow], flags: SamplerFlags) -> BatchLayout:
+        assert self._config.speculation is not None
+        return BatchLayout(
+            num_rows=padded_rows(len(rows), self._verify_buckets),
+            num_new=1 + self._config.speculation.num_draft_tokens,
+            table_width=self._table_width,
+            vocab_size=self._vocab_size,
+            is_decode=False,
+            flags=flags,
+            verifies=True,
+        )
+
     def _run_copies(self, copies: SequenceOf[tuple[int, int]]) -> None:
         if not copies:
             return
@@ -214,10 +238,9 @@ class JaxExecutor:
 
     def _load_penalties(self, plan: Plan) -> None:
         """Keep token counts exactly while some request of the plan uses penalties."""
-        rows = plan.prefill_rows + plan.branch_rows + plan.decode_rows
-        if not rows:  # a step that only swaps: whoever decodes next still needs its counts
+        if not plan.rows:  # a step that only swaps: whoever decodes next still needs its counts
             return
-        if not any(row.sequence.request.params.needs_penalties for row in rows):
+        if not any(row.sequence.request.params.needs_penalties for row in plan.rows):
             self.state = without_penalties(self.state)
             return
         if self.state.output_counts is None:

@@ -60,6 +60,8 @@ class EngineStats:
       num_swapped_in_blocks: blocks that came back.
       swapped_bytes: both together.
       num_copied_blocks: copy-on-write copies.
+      num_drafted_tokens: drafted tokens that speculation verified.
+      num_accepted_tokens: of those, the ones that were sampled too: steps saved.
       peak_used_blocks: most blocks in use after any step.
       filled_slots: sum over steps of slots that hold a token.
       used_slots: sum over steps of slots in used blocks.
@@ -80,6 +82,8 @@ class EngineStats:
     num_swapped_in_blocks: int = 0
     swapped_bytes: int = 0
     num_copied_blocks: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     peak_used_blocks: int = 0
     filled_slots: int = 0
     used_slots: int = 0
@@ -96,6 +100,12 @@ class EngineStats:
     def block_utilisation(self) -> float:
         """Share of the slots in used blocks that held a real token, over all steps."""
         return self.filled_slots / self.used_slots if self.used_slots else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafted tokens that were accepted."""
+        num_drafted = self.num_drafted_tokens
+        return self.num_accepted_tokens / num_drafted if num_drafted else 0.0
 
     @property
     def padding_share(self) -> float:

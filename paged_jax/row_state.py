@@ -141,6 +141,25 @@ def load_counts(
     )
 
 
+def record_run(
+    state: RowState,
+    slots: Int32[Array, " B"],
+    tokens: Int32[Array, "B T"],
+    counts: Int32[Array, " B"],
+) -> RowState:
+    """Append the first ``counts`` (at least 1) of each row's tokens; slot R for padding rows.
+
+    Token counts stay as they are: a row that uses penalties samples one token a step.
+    """
+    slots = _safe_slots(state, slots)
+    last = jnp.take_along_axis(tokens, counts[:, None] - 1, axis=1)[:, 0]
+    return dataclasses.replace(
+        state,
+        last_token=state.last_token.at[slots].set(last),
+        output_len=state.output_len.at[slots].add(counts),
+    )
+
+
 def record(state: RowState, slots: Int32[Array, " B"], tokens: Int32[Array, " B"]) -> RowState:
     """Append a step's sampled tokens; rows that do not sample name slot R."""
     slots = _safe_slots(state, slots)

@@ -1,7 +1,8 @@
 """The jitted step: embed, attend through the block tables, sample. One program a batch layout.
 
-Prefill chunks (T > 1, tokens from the host) and decode (T = 1, tokens from the device's own last
-samples) are the same function at different shapes.
+Prefill chunks (T > 1, tokens from the host), decode (T = 1, tokens from the device's own last
+samples) and the verification of drafts (T > 1, every position samples) are the same function at
+different shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paged_jax.cache import PagedKVCache
 from paged_jax.config import require
 from paged_jax.model import ApplyFn
 from paged_jax.pool import KVPool
-from paged_jax.row_state import RowState, record, start_rows
+from paged_jax.row_state import RowState, record, record_run, start_rows
 from paged_jax.sampling.beam import BeamCandidates, beam_candidates
 from paged_jax.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from paged_jax.sampling.sampler import SampleResult, adjust_logits, sample
@@ -35,7 +36,8 @@ class StepOutputs:
     """What one dispatch yields.
 
     Attributes:
-      sampled: a token a row (meaningless where the row does not sample) and its log-probabilities.
+      sampled: a token a row (meaningless where the row does not sample) and its log-probabilities;
+        where the layout verifies, T tokens a row, one row after the other.
       prompt: log-probabilities of the prompt's own tokens, when asked for.
       beams: the best continuations of rows that are beams, when there are any.
     """
@@ -85,6 +87,9 @@ def make_step(
             max_window=max_window,
         )
         pool, logits = _run_model(apply, params, cache, state, inputs, layout)
+        if layout.verifies:
+            state, sampled = _verify_rows(logits, state, inputs, layout)
+            return pool, state, StepOutputs(sampled, None, None)
         prompt = None
         if layout.prompt_logprobs is not None:
             assert inputs.targets is not None  # packed whenever prompt logprobs are wanted
@@ -118,7 +123,7 @@ def _run_model(
     offsets = jnp.arange(layout.num_new, dtype=jnp.int32)
     is_new = offsets < inputs.num_new[:, None]
     positions = jnp.where(is_new, inputs.start[:, None] + offsets, 0)
-    if layout.prompt_logprobs is None:
+    if layout.prompt_logprobs is None and not layout.verifies:
         logits_at = jnp.maximum(inputs.num_new - 1, 0)[:, None]  # [B, 1]
     else:
         logits_at = jnp.broadcast_to(offsets, is_new.shape)  # [B, T]
@@ -173,6 +178,33 @@ def _continue_beams(
     logits = logits.astype(jnp.float32)
     biased = adjust_logits(logits, inputs.sampler, state, inputs.state_slot, flags=flags)
     return beam_candidates(biased, inputs.beams, num_candidates=layout.num_candidates)
+
+
+def _verify_rows(
+    logits: Array, state: RowState, inputs: StepInputs, layout: BatchLayout
+) -> tuple[RowState, SampleResult]:
+    """Draw a token at every position ``[B, T, V]``; remember those that the drafts lead to."""
+    assert inputs.tokens is not None  # the host's
+    num_rows, num_new = inputs.tokens.shape
+    slots = inputs.state_slot
+    state = start_rows(state, slots, jnp.zeros_like(slots), inputs.first_position, inputs.base_key)
+    each = jax.tree.map(lambda column: jnp.repeat(column, num_new, axis=0), inputs.sampler)
+    offsets = jnp.arange(num_new, dtype=jnp.int32)
+    sampled = sample(
+        logits.reshape(num_rows * num_new, -1),
+        each,
+        state,
+        jnp.repeat(slots, num_new),
+        flags=layout.flags,
+        offsets=jnp.tile(offsets, num_rows),
+    )
+    tokens = sampled.tokens.reshape(num_rows, num_new)
+    is_new = offsets < inputs.num_new[:, None]  # [B, T]
+    is_right = (tokens[:, :-1] == inputs.tokens[:, 1:]) & is_new[:, 1:]
+    num_accepted = jnp.sum(jnp.cumprod(is_right, axis=1, dtype=jnp.int32), axis=1)
+    has_nan = jnp.any(sampled.has_nan.reshape(num_rows, num_new) & is_new, axis=1)
+    state = record_run(state, slots, tokens, 1 + num_accepted)
+    return state, dataclasses.replace(sampled, has_nan=has_nan)
 
 
 def make_block_copy(

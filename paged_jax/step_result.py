@@ -24,7 +24,8 @@ class StepResult:
     """The values that a plan's step yielded, on the host.
 
     Attributes:
-      token_ids: a token for each sampling row of the plan, in ``Plan.sampling_rows`` order.
+      token_ids: for each sampling row of the plan its ``num_sampled`` tokens, in
+        ``Plan.sampling_rows`` order.
       logprobs: likewise; None where the row asked for none.
       prompt_logprobs: (sequence, position, entry) for prompt positions that asked.
       candidates: the continuations of each beam search that has rows which sample, best first.
@@ -46,6 +47,7 @@ class Dispatch:
       num_rows: padded number of the first; branch i is entry ``num_rows + i`` of the outputs.
       num_branches: padded number of the second.
       outputs: what they yield, on the device.
+      num_each: entries of the outputs that each of the rows has: T where they verify drafts.
     """
 
     rows: list[PlanRow]
@@ -53,10 +55,15 @@ class Dispatch:
     num_rows: int
     num_branches: int
     outputs: StepOutputs
+    num_each: int = 1
 
     def sampling_rows(self) -> list[tuple[int, PlanRow]]:
-        """Entry in the outputs, and row, of each that samples."""
-        sampling = [(index, row) for index, row in enumerate(self.rows) if row.samples]
+        """Entry in the outputs, and row, of each token that is sampled."""
+        sampling = [
+            (index * self.num_each + offset, row)
+            for index, row in enumerate(self.rows)
+            for offset in range(row.num_sampled)
+        ]
         return sampling + list(enumerate(self.branches, start=self.num_rows))
 
 
@@ -89,7 +96,7 @@ class StepHandle:
           FloatingPointError: a row's logits hold NaN and ``EngineConfig.check_logits`` is set.
         """
         result = StepResult([], [], [], {})
-        sampled: dict[Sequence, tuple[int, PositionLogprobs | None]] = {}
+        sampled: dict[Sequence, list[tuple[int, PositionLogprobs | None]]] = {}
         for dispatch in self.dispatches:
             rows, outputs = dispatch.rows, dispatch.outputs
             if self.check_logits:
@@ -104,14 +111,15 @@ class StepHandle:
             token_ids = np.asarray(outputs.sampled.tokens).tolist()
             entries = _sampled_entries(sampling, outputs, token_ids)
             for index, row in sampling:
-                sampled[row.sequence] = token_ids[index], entries.get(index)
+                found = token_ids[index], entries.get(index)
+                sampled.setdefault(row.sequence, []).append(found)
         if self.settle is not None:
             self.settle()
         # Programs take rows by kind, so their order is not the plan's.
         for row in self.sampling_rows:
-            token_id, entry = sampled[row.sequence]
-            result.token_ids.append(token_id)
-            result.logprobs.append(entry)
+            for token_id, entry in sampled[row.sequence]:
+                result.token_ids.append(token_id)
+                result.logprobs.append(entry)
         return result
 
 

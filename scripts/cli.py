@@ -14,7 +14,14 @@ from rich.table import Table
 
 import models
 from models.checkpoints import FetchError, cache_root
-from paged_jax import Engine, EngineConfig, Model, RequestOutput, SamplingParams
+from paged_jax import (
+    Engine,
+    EngineConfig,
+    Model,
+    NgramSpeculation,
+    RequestOutput,
+    SamplingParams,
+)
 from paged_jax.pool import bytes_per_block
 
 MODEL = flags.DEFINE_string(
@@ -31,6 +38,9 @@ def define_engine_flags(*, max_num_seqs: int = 32) -> None:
     flags.DEFINE_integer("max_num_seqs", max_num_seqs, "most sequences in a step", lower_bound=1)
     flags.DEFINE_integer("max_model_len", None, "longest context; None: the model's own")
     flags.DEFINE_integer("max_num_batched_tokens", 512, "prompt tokens a step", lower_bound=1)
+    flags.DEFINE_integer(
+        "speculate", 0, "most draft tokens a step, by prompt lookup; 0: none", lower_bound=0
+    )
 
 
 def define_sampling_flags(*, max_tokens: int = 128, temperature: float = 0.0) -> None:
@@ -74,6 +84,8 @@ def make_engine(model: Model) -> Engine:
     """The engine that the flags describe."""
     names = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_num_batched_tokens")
     chosen: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
+    if flags.FLAGS.speculate:
+        chosen["speculation"] = NgramSpeculation(num_draft_tokens=flags.FLAGS.speculate)
     return Engine(model, config=EngineConfig(kv_dtype=DTYPE.value, **chosen))
 
 
@@ -104,10 +116,13 @@ def figures(
         size = len(outputs) * positions * (block // config.block_size)
         return f"{_size(size)}: {size / max(peak * block, 1):.1f} times that peak"
 
+    accepted = f"{stats.num_accepted_tokens} of {stats.num_drafted_tokens} accepted"
+    drafts = [("drafted tokens", accepted)] if config.speculation else []
     return [
         ("requests", f"{len(outputs)}"),
         ("tokens", f"{sum(lengths) - generated} prompt, {generated} generated"),
         ("tokens/s", f"{generated / seconds:.1f} generated ({seconds:.1f} s with compiling)"),
+        *drafts,
         ("blocks used", f"{peak} of {usable} at the peak, {engine.num_used_blocks} now"),
         ("memory of those blocks", f"{_size(peak * block)} at the peak"),
         ("of it real tokens", f"{stats.block_utilisation:.1%} (all steps)"),

@@ -17,6 +17,9 @@ class PlanRow(NamedTuple):
     (``sequence.token_slice``); a decode row's one token is the device's last sampled one, unless
     ``from_host``: then it is the host's, and the row's state on the device starts anew. Of a beam
     search all rows sample in one step, by rank; candidates are taken from them, not tokens.
+
+    A verification row computes the sequence's last token and then its ``drafts``, from the host;
+    each of its positions samples a token.
     """
 
     sequence: Sequence
@@ -24,6 +27,18 @@ class PlanRow(NamedTuple):
     num_new: int
     samples: bool
     from_host: bool = False
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the row yields, right ones or not."""
+        return self.samples + len(self.drafts)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens, where the host knows them."""
+        stop = self.start + self.num_new - len(self.drafts)
+        return [*self.sequence.token_slice(self.start, stop), *self.drafts]
 
 
 class Preemption(NamedTuple):
@@ -50,7 +65,8 @@ class Plan:
       prefill_rows: rows of prompts; several may belong to one sequence, in position order.
       branch_rows: rows that compute nothing (``num_new=0``): the other sequences of a group whose
         prompt ends in this step draw their first token from the logits of its sampling row.
-      decode_rows: one row of one token for each decoding sequence.
+      decode_rows: one row of one token for each decoding sequence without a draft.
+      verify_rows: one row for each decoding sequence with a draft.
       admitted: sequences that got their ``state_slot`` in this step (new or resumed): their row
         state must be set up, from ``prompt_token_ids`` and ``output_token_ids``.
     """
@@ -63,26 +79,33 @@ class Plan:
     prefill_rows: list[PlanRow] = dataclasses.field(default_factory=list)
     branch_rows: list[PlanRow] = dataclasses.field(default_factory=list)
     decode_rows: list[PlanRow] = dataclasses.field(default_factory=list)
+    verify_rows: list[PlanRow] = dataclasses.field(default_factory=list)
     admitted: list[Sequence] = dataclasses.field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do; a step may do nothing but swap."""
-        return not (self.prefill_rows or self.decode_rows or self.swap_outs or self.swap_ins)
+        swaps = self.swap_outs or self.swap_ins
+        return not (self.prefill_rows or self.decode_rows or self.verify_rows or swaps)
+
+    @property
+    def rows(self) -> list[PlanRow]:
+        """All rows: prefill rows, then branch rows, decode rows and verification rows."""
+        return self.prefill_rows + self.branch_rows + self.decode_rows + self.verify_rows
 
     @property
     def sampling_rows(self) -> list[PlanRow]:
-        """The rows that yield a token, in the order of a step's results.
+        """The rows that yield tokens, in the order of a step's results, which is that of ``rows``.
 
-        Prefill rows come first, then branch rows, then decode rows.
+        A row yields ``num_sampled`` tokens, one after the other: one, or several if it verifies.
         """
         prefill_rows = [row for row in self.prefill_rows if row.samples]
-        return prefill_rows + self.branch_rows + self.decode_rows
+        return prefill_rows + self.branch_rows + self.decode_rows + self.verify_rows
 
     @property
     def num_new_tokens(self) -> int:
         """Token positions computed."""
-        return sum(row.num_new for row in self.prefill_rows) + len(self.decode_rows)
+        return sum(row.num_new for row in self.rows)
 
 
 class NeedsValues:

@@ -16,7 +16,8 @@ class Request:
       request_id: the user's handle; may be used again once the request has ended.
       prompt_token_ids: the prompt.
       params: limits and stop conditions. The scheduler reads ``num_samples``, ``max_tokens``,
-        ``min_tokens``, ``stop_token_ids``, ``ignore_eos`` and those of beam search only.
+        ``min_tokens``, ``stop_token_ids``, ``ignore_eos``, ``needs_penalties`` and those of beam
+        search only.
       eos_token_ids: the model's end tokens.
       priority: requests of a lower one are served first; the same for all: first come, first
         served.

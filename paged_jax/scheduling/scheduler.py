@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from paged_jax.blocks.block_manager import BlockManager
@@ -16,6 +16,7 @@ from paged_jax.scheduling.prompt_rows import PromptBudget, blocks_owed, plan_chu
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import FinishReason, Sequence, SequenceStatus
 from paged_jax.scheduling.window import drop_past_window
+from paged_jax.scheduling.speculation import Drafter, Speculation
 
 # A request preempted this often comes back only when it can stay: no request thrashes.
 _MAX_OPTIMISTIC_PREEMPTIONS = 2
@@ -44,9 +45,11 @@ class Scheduler:
       window: keys that a query sees at most in any layer: blocks that fell behind are freed before
         each step. None: a query sees everything before it.
       preemptor: how blocks are taken away; None: by recomputation.
+      drafter: where the drafts of speculative decoding come from; None: no speculation.
 
     Attributes:
       preemptor: counts what it does.
+      speculation: what it did so far, or None.
 
     Raises:
       ValueError: a limit is below 1.
@@ -63,6 +66,7 @@ class Scheduler:
         max_model_len: int,
         window: int | None = None,
         preemptor: Preemptor | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         chunk_len = max_num_batched_tokens if prefill_chunk_len is None else prefill_chunk_len
         for name, value in (
@@ -81,8 +85,8 @@ class Scheduler:
         self._row_len = prefill_row_len
         self._chunk_len = chunk_len
         self._max_model_len = max_model_len
-        self._window = window
         self.preemptor = preemptor or Preemptor(block_manager)
+        self.speculation = None if drafter is None else Speculation(drafter, window=window)
         self._lineup = Lineup(max_num_seqs)
         self._num_added = 0
         self._num_sequences = 0
@@ -178,6 +182,8 @@ class Scheduler:
         if manager.has_table(seq_id) or manager.is_swapped(seq_id):
             manager.free(seq_id, reason=reason)
         self._lineup.end(sequence)
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
         sequence.num_pending = 0
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         return True
@@ -200,9 +206,7 @@ class Scheduler:
                 return NEEDS_VALUES
             can_decode = group.can_decode
             for sequence in group.with_tables:
-                if self._window is not None:
-                    drop_past_window(sequence, self._window, self._manager)
-                if sequence.num_computed < sequence.num_prefill:
+LOOP                if sequence.num_computed < sequence.num_prefill:
                     prefilling.append(sequence)
                 elif (
                     can_decode
@@ -210,14 +214,7 @@ class Scheduler:
                 ):
                     decoding.append(sequence)
         plan = Plan(self._num_steps + 1)
-        if not self._make_room(plan, decoding, prefilling):
-            return NEEDS_VALUES
-        # Blocks left by swap-outs come with the next step: until then all decode, or nobody.
-        if not plan.swap_outs or self._fits(decoding, self._manager.num_free):
-            self._plan_decodes(plan, decoding)
-        if not plan.swap_outs:
-            self._plan_prompts(plan, prefilling)
-        if not plan.is_empty:
+PLAN        if not plan.is_empty:
             self._num_steps += 1
             self._num_in_flight += 1
         elif self._num_in_flight:
@@ -229,6 +226,8 @@ class Scheduler:
         plan: Plan,
         sampled_token_ids: SequenceOf[int],
         candidates: Mapping[Request, SequenceOf[Candidate]] | None = None,
+        *,
+        take_token: Callable[[Sequence, int], str | None] | None = None,
     ) -> list[tuple[Sequence, int]]:
         """Take a step's tokens, in the order of ``plan.sampling_rows``; finish who is done.
 
@@ -241,17 +240,24 @@ class Scheduler:
           sampled_token_ids: one a sampling row; those of beams mean nothing.
           candidates: of each beam search with rows that sample, best first.
 
+        Args:
+          plan: the step's.
+          sampled_token_ids: ``PlanRow.num_sampled`` tokens for each sampling row.
+          take_token: called with each emitted token; a stop string that it returns ends the
+            sequence there.
+
         Returns:
           Each emitted token with its sequence, in row order.
 
         Raises:
-          ValueError: there is not one token for each sampling row.
+          ValueError: there are not as many tokens as the rows yield.
         """
         rows = plan.sampling_rows
-        if len(sampled_token_ids) != len(rows):
+        num_sampled = sum(row.num_sampled for row in rows)
+        if len(sampled_token_ids) != num_sampled:
             raise ValueError(
-                f"sampled_token_ids has {len(sampled_token_ids)} tokens, it must have one for each "
-                f"of the {len(rows)} sampling rows of step {plan.step}"
+                f"sampled_token_ids has {len(sampled_token_ids)} tokens, it must have "
+                f"{num_sampled} for the {len(rows)} sampling rows of step {plan.step}"
             )
         if not plan.is_empty:
             self._num_in_flight -= 1
@@ -261,26 +267,15 @@ class Scheduler:
             if sequence.max_tokens == 0 and is_end:
                 self.finish(sequence, "length")
         emitted: list[tuple[Sequence, int]] = []
-        searching: dict[SequenceGroup, None] = {}
-        for row, token in zip(rows, sampled_token_ids, strict=True):
-            sequence = row.sequence
-            if sequence.status is SequenceStatus.FINISHED:
-                continue
-            sequence.num_pending -= 1
-            if sequence.request.params.beam_width is not None:
-                searching[self._lineup.group_of(sequence)] = None
-                continue
-            sequence.output_token_ids.append(token)
-            emitted.append((sequence, token))
-            num_output = len(sequence.output_token_ids)
-            request = sequence.request
-            if token in request.stop_ids and num_output > request.params.min_tokens:
-                self.finish(sequence, "stop", token)
-            elif num_output >= sequence.max_tokens:
-                self.finish(sequence, "length")
-        for group in searching:
-            self._advance(group, (candidates or {})[group.request])
-        return emitted
+UPDATE        return emitted
+
+    def _emit(self, sequence: Sequence, token: int) -> None:
+        sequence.output_token_ids.append(token)
+        num_output, request = len(sequence.output_token_ids), sequence.request
+        if token in request.stop_ids and num_output > request.params.min_tokens:
+            self.finish(sequence, "stop", token)
+        elif num_output >= sequence.max_tokens:
+            self.finish(sequence, "length")
 
     def check_integrity(self) -> None:
         """Prove that queues, state slots, tables and counters agree (the block manager's too).

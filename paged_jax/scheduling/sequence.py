@@ -38,7 +38,8 @@ class Sequence:
       prompt_token_ids: the prompt.
       output_token_ids: emitted tokens whose values are on the host.
       cumulative_logprob: a beam's sum of log-probabilities.
-      num_pending: tokens sampled by dispatched steps, value not yet on the host.
+      num_pending: tokens sampled by dispatched steps, value not yet on the host; while drafts are
+        verified, as many as there can be.
       num_computed: tokens whose keys and values are written by dispatched steps.
       num_prefill: tokens that prefill must compute before the next one is sampled.
       num_preemptions: how often it lost its blocks.

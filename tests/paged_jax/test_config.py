@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from paged_jax.config import EngineConfig, ModelSpec
+from paged_jax.config import EngineConfig, ModelSpec, NgramSpeculation
 from paged_jax.scheduling.preemption import PreemptionCosts
 
 COSTS = PreemptionCosts(
@@ -79,6 +79,7 @@ def test_spec_refuses_heads_that_do_not_divide():
             "preemption='swap' must be 'auto' with preemption_costs",
         ),
         ({"kernel_interpreter": 1}, "kernel_interpreter=1 must be True or False"),
+        ({"speculation": 4}, "speculation=4 must be NgramSpeculation or None"),
         (
             {"kernel_interpreter": True, "attention_backend": "xla"},
             "attention_backend='xla' must be 'mosaic' or 'triton' with kernel_interpreter=True",
@@ -88,6 +89,18 @@ def test_spec_refuses_heads_that_do_not_divide():
 def test_engine_config_refuses(kwargs, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig(**kwargs)
+
+
+@pytest.mark.parametrize("name", ["num_draft_tokens", "min_ngram_len", "max_ngram_len"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
+def test_speculation_refuses(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be an integer >= 1"):
+        NgramSpeculation(**{name: value})
+
+
+def test_speculation_refuses_lengths_out_of_order():
+    with pytest.raises(ValueError, match="min_ngram_len=5 must be at most max_ngram_len=4"):
+        NgramSpeculation(min_ngram_len=5)
 
 
 def test_configs_are_frozen_and_hashable():

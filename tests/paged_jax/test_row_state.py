@@ -37,6 +37,17 @@ def test_start_and_record_touch_only_their_entries():
     assert state.output_len[:3].tolist() == [1, 5, 0]
 
 
+def test_a_run_of_tokens_is_recorded_up_to_its_count():
+    state = row_state.with_penalties(row_state.create(2), 9)
+    state = row_state.record(state, ints(0, 1), ints(3, 3))
+    counts = state.output_counts
+    tokens = jnp.array([[5, 6, 7], [4, 8, 8], [2, 2, 2]], jnp.int32)
+    state = row_state.record_run(state, ints(1, 0, 2), tokens, ints(2, 1, 3))
+    assert state.last_token[:2].tolist() == [4, 6]
+    assert state.output_len[:2].tolist() == [2, 3]
+    assert state.output_counts is counts
+
+
 def test_counts_come_and_go():
     state = row_state.with_penalties(row_state.create(2), 6)
     assert state.prompt_seen.shape == state.output_counts.shape == (3, 6)

@@ -39,6 +39,16 @@ def test_a_seed_repeats_whatever_else_runs(run_program):
     assert first["token_ids"] == json.loads(alone.stdout)["token_ids"]
 
 
+def test_speculation_changes_no_token(run_program):
+    flags = ("--prompt=the 12 the 12 the", "--json", "--num_blocks=33", "--max_tokens=24")
+    plain = run_program("generate", *flags)
+    drafted = run_program("generate", *flags, "--speculate=3")
+    assert "accepted" not in plain.stderr
+    assert "accepted" in drafted.stderr
+    tokens = [json.loads(result.stdout)["token_ids"] for result in (plain, drafted)]
+    assert tokens[0] == tokens[1]
+
+
 def test_chat_template(run_program):
     plain, chat = (
         run_program("generate", "--prompt=hello", "--json", "--nofigures", *SMALL, *flags)

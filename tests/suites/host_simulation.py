@@ -26,6 +26,7 @@ from paged_jax.scheduling.preemptor import Preemptor
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.scheduling.sequence import Sequence
+from paged_jax.scheduling.speculation import Drafter
 
 # A byte a token: full blocks are swapped from 2 tokens a block on, single tokens recomputed.
 COSTS = PreemptionCosts(
@@ -43,6 +44,7 @@ def sampling_params(
     beam_width: int | None = None,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
+    needs_penalties: bool = False,
 ) -> types.SimpleNamespace:
     """The fields of SamplingParams that the scheduler reads."""
     return types.SimpleNamespace(
@@ -55,6 +57,7 @@ def sampling_params(
         beam_width=beam_width,
         length_penalty=length_penalty,
         early_stopping=early_stopping,
+        needs_penalties=needs_penalties,
     )
 
 
@@ -93,6 +96,27 @@ def tokens_alone(
         if output[-1] in request.stop_ids and len(output) > request.params.min_tokens:
             return output, "stop"
     return output, "length"
+
+
+class Oracle:
+    """A drafter that knows what comes, and is wrong on purpose: never, at once, or somewhere."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self._num_draft_tokens = num_draft_tokens
+
+    def propose(self, sequence: Sequence, *, limit: int) -> list[int]:
+        assert sequence.num_pending == 1, "asked before the values are known"
+        tokens = [*sequence.prompt_token_ids, *sequence.output_token_ids]
+        chance = zlib.crc32(repr((sequence.seq_id, len(tokens))).encode())
+        num_drafts = min(limit, chance % (self._num_draft_tokens + 1))
+        num_right = chance // 64 % (num_drafts + 2)
+        for place in range(num_drafts):
+            token = next_token(encode(tokens), sample_index=sequence.sample_index)
+            tokens.append((token + (place >= num_right)) % VOCAB_SIZE)
+        return tokens[len(tokens) - num_drafts :]
+
+    def forget(self, sequence: Sequence) -> None:
+        assert sequence.is_finished
 
 
 class SlotPool:
@@ -149,12 +173,12 @@ class SlotExecutor:
         self._streams: dict[Sequence, list[int]] = {}
 
     def execute(self, plan: Plan) -> StepValues:
-        """Do a step; returns one token for each sampling row, and what may follow each beam."""
+        """Do a step; returns a token for each sampled position, and what may follow each beam."""
         self._swap(plan)
         self._pool.copy_blocks(plan.copies)
         for sequence in plan.admitted:
             self._last_tokens[sequence.state_slot] = None
-        rows = plan.prefill_rows + plan.decode_rows
+        rows = plan.prefill_rows + plan.decode_rows + plan.verify_rows
         written: list[tuple[int, int]] = []
         for row in rows:
             written += self._write(row, is_decode=row in plan.decode_rows)
@@ -163,19 +187,16 @@ class SlotExecutor:
             self._streams.setdefault(row.sequence, [])
             assert row.num_new == 0
             assert row.start == row.sequence.num_prompt
-        rows = plan.prefill_rows + plan.branch_rows + plan.decode_rows
-        contexts = [self._read(row) for row in rows]
+        contexts = [self._read(row) for row in plan.rows]
         tokens = []
         searches: dict[Request, list[np.ndarray]] = {}
-        for row, context in zip(rows, contexts, strict=True):
+        for row, context in zip(plan.rows, contexts, strict=True):
             if row.samples and row.sequence.request.params.beam_width is not None:
-                searches.setdefault(row.sequence.request, []).append(sums_after(row, context))
+                seen = context[-(self._window or len(context)) :]
+                searches.setdefault(row.sequence.request, []).append(sums_after(row, seen))
                 tokens.append(EMPTY)
             elif row.samples:
-                token = next_token(context, sample_index=row.sequence.sample_index)
-                self._streams[row.sequence].append(token)
-                self._last_tokens[row.sequence.state_slot] = token
-                tokens.append(token)
+                tokens += self._sample(row, context)
         candidates = {request: best_candidates(request, sums) for request, sums in searches.items()}
         return StepValues(tokens, candidates)
 
@@ -191,6 +212,20 @@ class SlotExecutor:
         for device, host in plan.swap_ins:
             self._pool.slots[device] = self._host_pool.pop(host)
 
+    def _sample(self, row: PlanRow, context: np.ndarray) -> list[int]:
+        """Each position's token; the stream goes on with those that the drafts lead to."""
+        sequence, is_right = row.sequence, True
+        tokens: list[int] = []
+        for place in range(row.num_sampled):
+            end = len(context) - len(row.drafts) + place
+            seen = context[max(end - (self._window or end), 0) : end]
+            tokens.append(next_token(seen, sample_index=sequence.sample_index))
+            if is_right:
+                self._streams[sequence].append(tokens[-1])
+                self._last_tokens[sequence.state_slot] = tokens[-1]
+            is_right = is_right and (*row.drafts, -1)[place] == tokens[-1]
+        return tokens
+
     def _write(self, row: PlanRow, *, is_decode: bool) -> list[tuple[int, int]]:
         sequence, stop = row.sequence, row.start + row.num_new
         if sequence.request.params.beam_width is not None:
@@ -199,16 +234,17 @@ class SlotExecutor:
         stream = self._streams.setdefault(sequence, [])
         is_beam = sequence.request.params.beam_width is not None
         assert row.from_host or not (is_beam and is_decode)
+        is_new = self._last_tokens[sequence.state_slot] is None
         if row.from_host:
-            assert is_decode
-            assert is_beam or self._last_tokens[sequence.state_slot] is None, "the state is not new"
-            tokens = sequence.token_slice(row.start, stop)
-            assert len(tokens) == 1, "the host does not know the token"
+            assert is_decode or row.drafts
+            assert is_beam or is_new or row.drafts, "the state is not new"
+            tokens = row.token_ids
+            assert len(tokens) == row.num_new, "the host does not know the token"
         elif is_decode:
             tokens = [self._last_tokens[sequence.state_slot]]
         else:
-            tokens = sequence.token_slice(row.start, stop)
-        everything = [*sequence.prompt_token_ids, *stream]
+            tokens = row.token_ids
+        everything = [*sequence.prompt_token_ids, *stream, *row.drafts]
         assert tokens == everything[row.start : stop], (sequence, tokens, row)
         values = encode(everything[:stop])[row.start :]
         return self._pool.write(self._manager.table_array(sequence.seq_id), row.start, values)
@@ -216,13 +252,12 @@ class SlotExecutor:
     def _read(self, row: PlanRow) -> np.ndarray:
         sequence, kv_len = row.sequence, row.start + row.num_new
         context = self._pool.read(self._manager.table_array(sequence.seq_id), kv_len)
-        tokens = [*sequence.prompt_token_ids, *self._streams[sequence]][:kv_len]
-        window = self._window or kv_len
-        # Its first query sees the furthest back, its last one makes the token.
-        begin = max(row.start + (row.num_new > 0) - window, 0)
+        tokens = [*sequence.prompt_token_ids, *self._streams[sequence], *row.drafts][:kv_len]
+        # Its first query sees the furthest back.
+        begin = max(row.start + (row.num_new > 0) - (self._window or kv_len), 0)
         seen, expected = context[begin:], encode(tokens)[begin:]
         np.testing.assert_array_equal(seen, expected, err_msg=repr(sequence))
-        return context[-window:]
+        return context
 
 
 class SimulatedServer:
@@ -247,6 +282,7 @@ class SimulatedServer:
         window: int | None = None,
         mode: PreemptionMode = "recompute",
         num_host_blocks: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
         self.manager = manager or BlockManager(
             num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks
@@ -260,6 +296,7 @@ class SimulatedServer:
             max_model_len=max_model_len,
             window=window,
             preemptor=Preemptor(self.manager, mode=mode, costs=COSTS, block_nbytes=block_size),
+            drafter=drafter,
         )
         self.executor = SlotExecutor(self.manager, max_num_seqs=max_num_seqs, window=window)
         self._window = window
@@ -348,10 +385,16 @@ class SimulatedServer:
         scheduler, rows = self.scheduler, plan.prefill_rows
         if not plan.swap_outs:
             assert scheduler.num_running or not (scheduler.num_waiting or scheduler.num_preempted)
-        decoding = [row.sequence for row in plan.decode_rows]
+        decoding = [row.sequence for row in plan.decode_rows + plan.verify_rows]
         assert len(set(decoding)) == len(decoding)
         assert not set(decoding) & {row.sequence for row in rows}
         assert all(row.num_new == 1 and row.samples for row in plan.decode_rows)
+        assert not any(row.drafts for row in plan.decode_rows + rows)
+        for row in plan.verify_rows:
+            assert row.num_new == 1 + len(row.drafts) == row.num_sampled > 1
+            assert row.start + row.num_new <= row.sequence.max_computed
+            assert not row.sequence.request.params.needs_penalties
+            assert row.sequence.num_output >= row.sequence.request.params.min_tokens
         assert len(rows) <= scheduler.max_prefill_rows
         assert all(1 <= row.num_new <= self._max_row_len for row in rows)
         assert sum(row.num_new for row in rows) <= self._max_num_batched_tokens

@@ -58,6 +58,27 @@ def generate(num_tokens, params, *, row, batch, slot, neighbours, done=(), seed=
     return tokens
 
 
+@pytest.mark.parametrize("top_k", [0, 9])
+def test_several_positions_at_once_draw_what_they_draw_one_by_one(top_k):
+    logits = np.random.default_rng(1).normal(size=(6, VOCAB)).astype(np.float32)
+    params = SamplingParams(seed=5, top_k=top_k)
+    state = start([2], [5], output_lens=[3])
+    inputs = jax.tree.map(jnp.asarray, pack_inputs([params] * 6, num_rows=6, bias_width=0))
+    slots, offsets = jnp.full(6, 2, jnp.int32), jnp.arange(6, dtype=jnp.int32)
+    flags = sampler_flags([params])
+    together = jitted_sample(
+        jnp.asarray(logits), inputs, state, slots, flags=flags, offsets=offsets
+    )
+    tokens = []
+    for row in logits:
+        result = sample_rows(row[None], [params], state, [2])
+        state = row_state.record(state, jnp.asarray([2], jnp.int32), result.tokens)
+        tokens.append(int(result.tokens[0]))
+    assert together.tokens.tolist() == tokens
+    unmoved = jitted_sample(jnp.asarray(logits), inputs, state, slots, flags=flags)
+    assert unmoved.tokens.tolist() != tokens
+
+
 PARAMS = {
     "plain": SamplingParams(seed=42),
     "top_p": SamplingParams(seed=42, temperature=1.3, top_p=0.8),

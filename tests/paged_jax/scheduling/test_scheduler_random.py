@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from suites.host_simulation import VOCAB_SIZE, SimulatedServer, make_request
+from suites.host_simulation import VOCAB_SIZE, Oracle, SimulatedServer, make_request
 
 from paged_jax.scheduling.preemption import PREEMPTION_MODES
 
@@ -26,9 +26,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(4, 60),
         mode=st.sampled_from(PREEMPTION_MODES),
         num_host_blocks=st.sampled_from([0, 2, 3, 6, 16]),
+        num_draft_tokens=st.integers(0, 6),
     )
-    def start(self, **limits: Any) -> None:
-        self.server = SimulatedServer(**limits)
+    def start(self, *, num_draft_tokens: int, **limits: Any) -> None:
+        drafter = Oracle(num_draft_tokens) if num_draft_tokens else None
+        self.server = SimulatedServer(drafter=drafter, **limits)
         self.ids: list[int] = []
         self.limits = limits
 
@@ -43,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         beam_width=st.sampled_from([None, None, 1, 2, 3, 5]),
         length_penalty=st.sampled_from([-1.0, 0.0, 1.0, 2.0]),
         early_stopping=st.sampled_from([True, False, "never"]),
+        needs_penalties=st.sampled_from([False, False, True]),
     )
     def add(self, prompt_len: int, max_tokens: int | None, **params: Any) -> None:
         request_id = len(self.ids)
