@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from paged_jax.engine import Engine
     from paged_jax.metrics import EngineStats, count_compilations
     from paged_jax.model import Model, Tokenizer
-    from paged_jax.outputs import Completion, PositionLogprobs, RequestOutput
+    from paged_jax.outputs import Completion, PositionLogprobs, PrefixHandle, RequestOutput
     from paged_jax.pool import KVPool
     from paged_jax.sampling.params import SamplingParams
 
@@ -29,6 +29,7 @@ _MODULES = {
     "ModelSpec": "config",
     "PagedKVCache": "cache",
     "PositionLogprobs": "outputs",
+    "PrefixHandle": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling.params",
     "Tokenizer": "model",
@@ -47,6 +48,7 @@ __all__ = [
     "ModelSpec",
     "PagedKVCache",
     "PositionLogprobs",
+    "PrefixHandle",
     "RequestOutput",
     "SamplingParams",
     "Tokenizer",

@@ -13,12 +13,13 @@ import time
 import numpy as np
 
 from paged_jax.blocks.block_manager import BlockManager
+from paged_jax.blocks.namespace import Namespace
 from paged_jax.config import EngineConfig, require
 from paged_jax.executor import JaxExecutor
 from paged_jax.live_request import LiveCompletion, LiveRequest
 from paged_jax.metrics import EngineStats
 from paged_jax.model import Model
-from paged_jax.outputs import RequestOutput
+from paged_jax.outputs import PrefixHandle, RequestOutput
 from paged_jax.pool import resolve_num_blocks
 from paged_jax.prompts import Prompt, encode_prompt
 from paged_jax.sampling.params import SamplingParams
@@ -49,6 +50,7 @@ class EngineCore:
             prefill_row_len=config.prefill_row_len,
             prefill_chunk_len=config.prefill_chunk_len,
             max_model_len=self.max_model_len,
+            prefix_cache=config.prefix_cache,
         )
         self.executor = JaxExecutor(
             model,
@@ -66,6 +68,9 @@ class EngineCore:
         self._dead: BaseException | None = None
         self._stepping = threading.Lock()
         self._num_preemptions = 0
+        self._prefix_stats = self.block_manager.prefix_stats()
+        self._prefixes: set[PrefixHandle] = set()
+        self._num_cache_resets = 0
         self._counter = itertools.count()
         self._seeds = np.random.Generator(np.random.PCG64(config.seed))
 
@@ -85,6 +90,7 @@ class EngineCore:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        cache_salt: str | None = None,
     ) -> str:
         """Queue a prompt.
 
@@ -92,6 +98,8 @@ class EngineCore:
           prompt: text (needs a tokenizer) or token ids.
           params: how to sample and when to stop.
           request_id: a name not in use; None makes one.
+          cache_salt: only requests with the same one share cached prefixes, so that a tenant cannot
+            learn from a fast first token what another one sent. None is shared by all without.
 
         Returns:
           The request's id.
@@ -100,10 +108,21 @@ class EngineCore:
           ValueError: the prompt is empty, holds a token outside the vocabulary, or leaves no room
             for one new token of each completion in ``max_model_len`` or the pool; more completions
             than ``max_num_seqs`` are asked for; the parameters do not fit the model; the id is in
-            use.
+            use; the salt is empty or no string.
         """
-        self._check_alive()
         params = SamplingParams() if params is None else params
+        return self._add(prompt, params, request_id=request_id, cache_salt=cache_salt).request_id
+
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        is_prefix: bool = False,
+    ) -> LiveRequest:
+        self._check_alive()
         require(
             isinstance(params, SamplingParams),
             f"params={params!r} must be SamplingParams or None",
@@ -121,7 +140,14 @@ class EngineCore:
         if request_id is None:
             names = (f"request-{number}" for number in self._counter)
             request_id = next(name for name in names if name not in self._by_id)
-        request = Request(request_id, token_ids, params, eos_token_ids=self.model.eos_token_ids)
+        request = Request(
+            request_id,
+            token_ids,
+            params,
+            eos_token_ids=self.model.eos_token_ids,
+            namespace=self._namespace(cache_salt),
+            is_prefix=is_prefix,
+        )
         group = self.scheduler.add(request)
         seed = params.seed
         if seed is None:
@@ -132,7 +158,7 @@ class EngineCore:
         live = LiveRequest(request_id, completions, params, tuple(token_ids), seed)
         self._by_id[request_id] = live
         self._by_sequence.update(dict.fromkeys(group.sequences, live))
-        return request_id
+        return live
 
     def cancel(self, request_id: str) -> bool:
         """End a request now and free its blocks; its last output comes with the next ``step``.
@@ -248,11 +274,28 @@ class EngineCore:
         num_preemptions = self.scheduler.num_preemptions
         stats.num_preemptions += num_preemptions - self._num_preemptions
         self._num_preemptions = num_preemptions
+        prefixes, before = manager.prefix_stats(), self._prefix_stats
+        stats.prefix_cache_queries += prefixes.query_tokens - before.query_tokens
+        stats.prefix_cache_hits += prefixes.hit_tokens - before.hit_tokens
+        self._prefix_stats = prefixes
         stats.pack_seconds += handle.pack_seconds
         blocks = manager.stats()
         stats.peak_used_blocks = max(stats.peak_used_blocks, blocks.used)
         stats.used_slots += blocks.used * manager.block_size
         stats.filled_slots += blocks.filled
+
+    def _namespace(self, cache_salt: str | None) -> Namespace:
+        """Whose cached blocks a new request shares.
+
+        The pool is the engine's own, so the weights' identity need only differ from that of
+        weights which the engine had before.
+        """
+        require(
+            cache_salt is None or (isinstance(cache_salt, str) and cache_salt != ""),
+            f"cache_salt={cache_salt!r} must be a string that is not empty, or None",
+        )
+        model = f"{self.model.name}, reset {self._num_cache_resets} times"
+        return Namespace(model=model, salt=cache_salt)
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self.model.tokenizer is None:

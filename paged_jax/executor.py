@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import jax
 import numpy as np
@@ -108,6 +109,10 @@ class JaxExecutor:
         most two a prefill shape, for the steps in which their prompts end.
         """
         return len(self._decode_buckets) + len(self._prefill_buckets) + 3
+
+    def set_params(self, params: Any) -> None:
+        """Run on other weights of the same shapes from the next step on."""
+        self._params = params
 
     def execute(self, plan: Plan) -> StepHandle:
         """Dispatch a plan and return at once: copies first, then prompts, then decode."""

@@ -54,7 +54,10 @@ class EngineStats:
       num_positions: token positions computed, padding included.
       num_padding_positions: of those, the padding.
       num_preemptions: sequences that lost their blocks.
-      num_copied_blocks: copy-on-write copies.
+      num_copied_blocks: copies of partly filled blocks: copy-on-write, and of cached prefixes.
+      prefix_cache_queries: prompt tokens looked up in the prefix cache, once each time that a
+        request starts (or starts again after a preemption).
+      prefix_cache_hits: those of them that were found and not computed.
       peak_used_blocks: most blocks in use after any step.
       filled_slots: sum over steps of slots that hold a token.
       used_slots: sum over steps of slots in used blocks.
@@ -70,6 +73,8 @@ class EngineStats:
     num_padding_positions: int = 0
     num_preemptions: int = 0
     num_copied_blocks: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
     peak_used_blocks: int = 0
     filled_slots: int = 0
     used_slots: int = 0
@@ -86,6 +91,12 @@ class EngineStats:
     def block_utilisation(self) -> float:
         """Share of the slots in used blocks that held a real token, over all steps."""
         return self.filled_slots / self.used_slots if self.used_slots else 0.0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Share of the looked up prompt tokens that were cached."""
+        queries = self.prefix_cache_queries
+        return self.prefix_cache_hits / queries if queries else 0.0
 
     @property
     def padding_share(self) -> float:

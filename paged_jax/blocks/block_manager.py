@@ -180,6 +180,16 @@ class BlockManager(BlockTables):
         self._num_table_tokens -= table.num_tokens
         self._busy.release(table.held)
 
+    @property
+    def num_pinned(self) -> int:
+        """Registered prefixes."""
+        return len(self._pinned)
+
+    @property
+    def pinned_blocks(self) -> frozenset[int]:
+        """The blocks of all registered prefixes, which nobody else can be given."""
+        return frozenset(distinct_blocks(list(self._pinned.values())))
+
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
         """Whether the host pool has room for these sequences now."""
         num_blocks = len(distinct_blocks([self._table(seq_id) for seq_id in seq_ids]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from paged_jax.blocks.block_manager import BlockManager
+from paged_jax.blocks.prefix_cache import PrefixMatch
 from paged_jax.scheduling.group import SequenceGroup
 from paged_jax.scheduling.plan import Plan, PlanRow
 from paged_jax.scheduling.sequence import Sequence
@@ -33,24 +34,31 @@ def plan_chunk(
     sequence: Sequence,
     budget: PromptBudget,
     manager: BlockManager,
+    *,
+    prefix: PrefixMatch | None = None,
 ) -> None:
-    """Add the rows of the next chunk of a prompt, as long as budget and blocks allow."""
-    start, row_len = sequence.num_computed, budget.row_len
+    """Add the rows of the next chunk of a prompt, as long as budget and blocks allow.
+
+    A sequence that starts has ``prefix``, if anything, already.
+    """
+    is_start = sequence.num_computed == 0
+    start = prefix.num_tokens if prefix else sequence.num_computed
+    row_len = budget.row_len
     num_new = min(
         group.prefill_end(sequence) - start,
         budget.chunk_len,
         budget.num_tokens,
         budget.num_rows * row_len,
     )
-    if start == 0:
-        has_room = manager.allocate(sequence.seq_id, num_tokens=num_new)
+    if is_start:
+        has_room = manager.allocate(sequence.seq_id, num_tokens=start + num_new, prefix=prefix)
         assert has_room, "the scheduler looked before"
     else:
         # Blocks that earlier sequences took meanwhile come back: wait, and preempt nobody.
         num_new = min(num_new, manager.room(sequence.seq_id))
         if num_new == 0:
             return
-        plan.copies.extend(manager.append(sequence.seq_id, num_tokens=num_new) or ())
+        manager.append(sequence.seq_id, num_tokens=num_new)
     end = start + num_new
     samples = end == sequence.num_prefill and sequence.max_tokens > 0
     for row_start in range(start, end, row_len):

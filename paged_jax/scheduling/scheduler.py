@@ -6,10 +6,12 @@ from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 
 from paged_jax.blocks.block_manager import BlockManager
+from paged_jax.blocks.prefix_cache import PrefixMatch
 from paged_jax.scheduling.group import SequenceGroup
 from paged_jax.scheduling.limits import capped_max_tokens
 from paged_jax.scheduling.lineup import Lineup
 from paged_jax.scheduling.plan import NEEDS_VALUES, NeedsValues, Plan, PlanRow
+from paged_jax.scheduling.prefixes import Prefixes
 from paged_jax.scheduling.prompt_rows import PromptBudget, blocks_owed, plan_chunk
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import FinishReason, Sequence, SequenceStatus
@@ -27,6 +29,8 @@ class Scheduler:
     the latest arrival gives up all of its blocks and goes back to the front of the line; prompt
     and generated tokens are then its new prompt. While anything is preempted, nothing new starts.
     A request's sequences (``SequenceGroup``) start, lose their blocks and resume together.
+    Full blocks are published in the prefix cache once their step has returned; whoever starts, new
+    or resumed, looks its known tokens up there and computes only the others.
 
     Each step costs O(1) for each running sequence, and nothing for pool blocks or waiting requests.
 
@@ -37,6 +41,8 @@ class Scheduler:
       prefill_row_len: most tokens of a prefill row (T).
       prefill_chunk_len: most tokens of one prompt in one step; None means the whole budget.
       max_model_len: longest context in tokens.
+      prefix_cache: publish and share what every request computes; False: registered prefixes alone
+        are shared.
 
     Attributes:
       num_preemptions: sequences that have lost their blocks so far, each time counted.
@@ -55,6 +61,7 @@ class Scheduler:
         prefill_row_len: int,
         prefill_chunk_len: int | None = None,
         max_model_len: int,
+        prefix_cache: bool = True,
     ) -> None:
         chunk_len = max_num_batched_tokens if prefill_chunk_len is None else prefill_chunk_len
         for name, value in (
@@ -75,6 +82,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self._lineup = Lineup(max_num_seqs)
+        self._prefixes = Prefixes(block_manager, is_automatic=prefix_cache)
         self._num_added = 0
         self._num_sequences = 0
         self._num_steps = 0
@@ -117,7 +125,8 @@ class Scheduler:
         Raises:
           ValueError: the prompt is empty or leaves no room for one new token of each sequence (with
             ``max_tokens=0``: does not fit itself) in ``max_model_len`` or in the whole pool, the
-            request wants more sequences than ``max_num_seqs``, or a live request has the same id.
+            request wants more sequences than ``max_num_seqs``, or a live request has the same id;
+            or it is a prefix to stay that would leave too little room.
         """
         other = self._lineup.live.get(request.request_id)
         if other is not None:
@@ -126,9 +135,11 @@ class Scheduler:
             request,
             max_num_seqs=self._max_num_seqs,
             max_model_len=self._max_model_len,
-            num_usable=self._manager.num_usable,
+            num_usable=self._prefixes.num_usable(request),
             block_size=self._manager.block_size,
         )
+        if request.is_prefix:
+            self._prefixes.require_room(request, self._lineup.live.values())
         request.arrival = self._num_added
         group = SequenceGroup(request, first_seq_id=self._num_sequences, max_tokens=max_tokens)
         self._num_added += 1
@@ -158,7 +169,7 @@ class Scheduler:
                 sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return False
         if self._manager.has_table(sequence.seq_id):
-            self._manager.free(sequence.seq_id)
+            self._prefixes.release(sequence, reason)
         self._lineup.end(sequence)
         sequence.num_pending = 0
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -188,6 +199,7 @@ class Scheduler:
         plan = Plan(self._num_steps + 1)
         self._plan_decodes(plan, decoding)
         self._plan_prompts(plan, prefilling)
+        plan.copies.extend(self._manager.step_copies)
         if not plan.is_empty:
             self._num_steps += 1
             self._num_in_flight += 1
@@ -216,6 +228,9 @@ class Scheduler:
             )
         if not plan.is_empty:
             self._num_in_flight -= 1
+        if plan.step == self._num_steps:
+            self._manager.begin_step()
+        self._prefixes.publish(plan)
         for row in plan.prefill_rows:
             sequence = row.sequence
             is_end = row.start + row.num_new == sequence.num_prefill
@@ -271,8 +286,6 @@ class Scheduler:
         for sequence in decoding:
             copies = append(sequence.seq_id)
             assert copies is not None, "room was made before"
-            if copies:
-                plan.copies.extend(copies)
             rows.append(PlanRow(sequence, sequence.num_computed, 1, True))
             sequence.num_computed += 1
             sequence.num_pending += 1
@@ -289,28 +302,37 @@ class Scheduler:
             debt += blocks_owed(group, sequence, manager)
         while budget.num_tokens and budget.num_rows and self._lineup.free_slots:
             group = self._lineup.next
-            if group is None or not self._can_start(group, debt):
+            if group is None:
                 return
-            self._start(group)
+            prefix = self._prefixes.lookup(group)
+            if not self._can_start(group, debt, prefix):
+                return
+            self._start(group, prefix)
             plan.admitted.extend(group.live)
-            plan_chunk(plan, group, group.leader, budget, manager)
+            plan_chunk(plan, group, group.leader, budget, manager, prefix=prefix)
             debt += blocks_owed(group, group.leader, manager)
 
-    def _can_start(self, group: SequenceGroup, debt: int) -> bool:
-        """Whether all known tokens fit beside the prompts in progress, which ``debt`` blocks."""
+    def _can_start(self, group: SequenceGroup, debt: int, prefix: PrefixMatch | None) -> bool:
+        """Whether all known tokens fit beside the prompts in progress, which ``debt`` blocks.
+
+        What is shared with others, by ``prefix``, is there already.
+        """
         manager, num_live = self._manager, len(group.live)
         if num_live > len(self._lineup.free_slots):
             return False
         worst_case = group.max_blocks(manager.block_size)
         num_blocks = group.known_blocks(manager.block_size) + num_live
-        if min(num_blocks, worst_case) + debt > manager.num_free:
+        num_new = min(num_blocks, worst_case) - self._prefixes.num_held(prefix)
+        if num_new + debt > manager.num_free:
             return False
         can_be_preempted = group.num_preemptions < _MAX_OPTIMISTIC_PREEMPTIONS
         if can_be_preempted:
             return True
         return self._lineup.worst_case_blocks + worst_case <= manager.num_usable
 
-    def _start(self, group: SequenceGroup) -> None:
+    def _start(self, group: SequenceGroup, prefix: PrefixMatch | None) -> None:
+        if prefix and group.num_preemptions == 0:
+            group.request.num_cached_tokens = prefix.num_tokens
         group.needs_fork = len(group.live) > 1
         most = group.max_blocks(self._manager.block_size)
         self._lineup.start(group, worst_case_blocks=most)

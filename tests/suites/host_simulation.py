@@ -15,6 +15,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 
 from paged_jax.blocks.block_manager import BlockCopy, BlockManager
+from paged_jax.blocks.namespace import Namespace
 from paged_jax.scheduling.plan import NeedsValues, Plan, PlanRow
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.scheduler import Scheduler
@@ -31,6 +32,7 @@ def sampling_params(
     stop_token_ids: SequenceOf[int] = (),
     ignore_eos: bool = False,
     num_samples: int = 1,
+    prompt_logprobs: int | None = None,
 ) -> types.SimpleNamespace:
     """The fields of SamplingParams that the scheduler reads."""
     return types.SimpleNamespace(
@@ -38,7 +40,7 @@ def sampling_params(
         min_tokens=min_tokens,
         stop_token_ids=tuple(stop_token_ids),
         ignore_eos=ignore_eos,
-        prompt_logprobs=None,
+        prompt_logprobs=prompt_logprobs,
         num_samples=num_samples,
     )
 
@@ -49,6 +51,8 @@ def make_request(
     max_tokens: int | None = 8,
     *,
     eos_token_ids: Iterable[int] = (),
+    salt: str | None = None,
+    is_prefix: bool = False,
     **params: object,
 ) -> Request:
     """A request; an integer prompt is a length, filled with tokens that depend on the id."""
@@ -56,7 +60,14 @@ def make_request(
         seed = zlib.crc32(repr(request_id).encode())
         prompt = [(seed + 7 * i * i) % VOCAB_SIZE for i in range(prompt)]
     arguments = sampling_params(max_tokens, **params)
-    return Request(request_id, prompt, arguments, eos_token_ids=frozenset(eos_token_ids))
+    return Request(
+        request_id,
+        prompt,
+        arguments,
+        eos_token_ids=frozenset(eos_token_ids),
+        namespace=Namespace(salt=salt),
+        is_prefix=is_prefix,
+    )
 
 
 def encode(tokens: SequenceOf[int]) -> np.ndarray:
@@ -159,7 +170,11 @@ class SlotExecutor:
         everything = [*sequence.prompt_token_ids, *stream]
         assert tokens == everything[row.start : stop], (sequence, tokens, row)
         values = encode(everything[:stop])[row.start :]
-        return self._pool.write(self._manager.table_array(sequence.seq_id), row.start, values)
+        table = self._manager.table_array(sequence.seq_id)
+        written = self._pool.write(table, row.start, values)
+        for block, _ in written:
+            assert not self._manager._pool.is_kept(block), f"{row} writes to a cached block"
+        return written
 
     def _read(self, row: PlanRow) -> np.ndarray:
         sequence, kv_len = row.sequence, row.start + row.num_new
@@ -174,6 +189,7 @@ class SimulatedServer:
 
     Attributes:
       emitted: the tokens of each sequence as they were emitted.
+      prefixes: requests for prefixes to stay; those that are resident have a ``pin_id``.
     """
 
     def __init__(
@@ -186,6 +202,7 @@ class SimulatedServer:
         prefill_row_len: int = 8,
         prefill_chunk_len: int | None = None,
         max_model_len: int = 1000,
+        prefix_cache: bool = True,
         manager: BlockManager | None = None,
     ) -> None:
         self.manager = manager or BlockManager(num_blocks=num_blocks, block_size=block_size)
@@ -196,9 +213,11 @@ class SimulatedServer:
             prefill_row_len=prefill_row_len,
             prefill_chunk_len=prefill_chunk_len,
             max_model_len=max_model_len,
+            prefix_cache=prefix_cache,
         )
         self.executor = SlotExecutor(self.manager, max_num_seqs=max_num_seqs)
         self.emitted: dict[Sequence, list[int]] = {}
+        self.prefixes: list[Request] = []
         self.num_steps = 0
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_chunk_len = prefill_chunk_len or max_num_batched_tokens
@@ -209,7 +228,15 @@ class SimulatedServer:
         """Add a request; returns its first sequence."""
         group = self.scheduler.add(request)
         self.emitted.update((sequence, []) for sequence in group.sequences)
+        if request.is_prefix:
+            self.prefixes.append(request)
         return group.leader
+
+    def unpin(self, request: Request) -> None:
+        """Let go of a prefix that is resident."""
+        self.prefixes.remove(request)
+        if request.pin_id is not None:
+            self.manager.unpin(request.pin_id)
 
     def step(self) -> Plan | None:
         """Plan, dispatch, then take the previous step's tokens; None when nothing was planned."""
@@ -248,7 +275,10 @@ class SimulatedServer:
         self.collect()
         for sequence in self.emitted:
             self.check_output(sequence)
+        for request in tuple(self.prefixes):
+            self.unpin(request)
         self.manager.begin_step()
+        self.manager.check_integrity()
         assert self.manager.num_free == self.manager.num_usable
 
     def check_output(self, sequence: Sequence) -> None:
@@ -282,7 +312,12 @@ class SimulatedServer:
             assert mine[-1].samples == (ends and sequence.max_tokens > 0)
         sampling = {row.sequence.request for row in rows if row.samples}
         assert all(row.samples and row.sequence.request in sampling for row in plan.branch_rows)
+        for sequence in plan.admitted:
+            mine = [row for row in rows if row.sequence is sequence]
+            if mine and sequence.num_preemptions == 0:
+                assert mine[0].start == sequence.request.num_cached_tokens
         stats = self.manager.stats()
-        assert stats.waste <= scheduler.num_running * (self.manager.block_size - 1)
+        most = (scheduler.num_running + self.manager.num_pinned) * (self.manager.block_size - 1)
+        assert stats.waste <= most
         assert stats.used + stats.free == stats.total
         assert all(sequence.num_preemptions <= 2 for sequence in scheduler.running)
