@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from paged_jax.engine import Engine
     from paged_jax.metrics import EngineStats, count_compilations
     from paged_jax.model import Model, Tokenizer
-    from paged_jax.outputs import Completion, PositionLogprobs, RequestOutput
+    from paged_jax.outputs import Completion, PositionLogprobs, PrefixHandle, RequestOutput
     from paged_jax.pool import KVPool
     from paged_jax.sampling.params import SamplingParams
     from paged_jax.scheduling.preemption import PreemptionCosts
@@ -32,6 +32,7 @@ _MODULES = {
     "PagedKVCache": "cache",
     "PositionLogprobs": "outputs",
     "PreemptionCosts": "scheduling.preemption",
+    "PrefixHandle": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling.params",
     "Tokenizer": "model",
@@ -52,6 +53,7 @@ __all__ = [
     "PagedKVCache",
     "PositionLogprobs",
     "PreemptionCosts",
+    "PrefixHandle",
     "RequestOutput",
     "SamplingParams",
     "Tokenizer",

@@ -126,6 +126,9 @@ class EngineConfig:
       prefill_row_len: tokens a prefill row (T); prompts are cut into rows of this length.
       prefill_chunk_len: most tokens of one prompt in one step; None means the whole budget.
       max_model_len: longest context; None means the model's own, and never more than fits the pool.
+      prefix_cache: a prompt's beginning that was computed before is not computed again
+        (docs/prefix_cache.md): the same answer up to float32's noise, sooner. False: every request
+        runs cold, but for registered prefixes; for measurements, or runs equal to the last bit.
       seed: draws the random streams of requests that bring no seed of their own.
       attention_backend: 'mosaic', 'triton', 'xla', 'reference', or None for the best one here.
         Writes and copies use it too, where it has them.
@@ -164,6 +167,7 @@ class EngineConfig:
     prefill_row_len: int = 32
     prefill_chunk_len: int | None = None
     max_model_len: int | None = None
+    prefix_cache: bool = True
     seed: int = 0
     attention_backend: str | None = None
     kernel_interpreter: bool = False
@@ -198,13 +202,8 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), minimum)
         _require_int("seed", self.seed, 0)
-        for name in (
-            "donate",
-            "check_logits",
-            "debug_integrity",
-            "zero_on_free",
-            "kernel_interpreter",
-        ):
+        switches = ("prefix_cache", "donate", "check_logits", "debug_integrity", "zero_on_free")
+        for name in (*switches, "kernel_interpreter"):
             value = getattr(self, name)
             require(isinstance(value, bool), f"{name}={value!r} must be True or False")
         require(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import reprlib
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from paged_jax.config import require
 from paged_jax.engine_core import EngineCore
 from paged_jax.output_stream import OutputStream
-from paged_jax.outputs import RequestOutput
+from paged_jax.outputs import PrefixHandle, RequestOutput
 from paged_jax.prompts import Prompt, as_prompt_list
 from paged_jax.sampling.params import SamplingParams
 
@@ -41,13 +47,18 @@ class Engine(EngineCore):
     """
 
     def add_requests(
-        self, prompts: Prompt | SequenceOf[Prompt], params: Params = None
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: Params = None,
+        *,
+        cache_salt: str | None = None,
     ) -> list[str]:
         """Queue several prompts, or none of them if one is refused.
 
         Args:
           prompts: texts or lists of token ids; one alone is a list of one.
           params: one for all, or one each.
+          cache_salt: see ``add_request``; one for all.
 
         Raises:
           ValueError: see ``add_request``, or the numbers of prompts and parameters differ.
@@ -69,7 +80,7 @@ class Engine(EngineCore):
         try:
             for index, (prompt, one) in enumerate(zip(prompt_list, params_list, strict=True)):
                 try:
-                    request_ids.append(self.add_request(prompt, one))
+                    request_ids.append(self.add_request(prompt, one, cache_salt=cache_salt))
                 except ValueError as error:
                     raise ValueError(f"prompts[{index}]: {error}") from error
         except BaseException:
@@ -78,24 +89,34 @@ class Engine(EngineCore):
         return request_ids
 
     def generate(
-        self, prompts: Prompt | SequenceOf[Prompt], params: Params = None
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: Params = None,
+        *,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Run prompts to their end; arguments and errors as for ``add_requests``.
 
         Returns:
           The last output of each, in the order of the prompts.
         """
-        request_ids = self.add_requests(prompts, params)
+        request_ids = self.add_requests(prompts, params, cache_salt=cache_salt)
         final = {out.request_id: out for out in self.run(request_ids) if out.finished}
         return [final[request_id] for request_id in request_ids]
 
-    def stream(self, prompts: Prompt | SequenceOf[Prompt], params: Params = None) -> OutputStream:
+    def stream(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: Params = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> OutputStream:
         """Queue prompts and return an iterator over their outputs, as they come.
 
         Arguments and errors as for ``add_requests``; to know which output is whose, call that and
         ``run``.
         """
-        return self.run(self.add_requests(prompts, params))
+        return self.run(self.add_requests(prompts, params, cache_salt=cache_salt))
 
     def run(self, request_ids: str | SequenceOf[str]) -> OutputStream:
         """Return an iterator that steps until the named requests have ended.
@@ -118,6 +139,83 @@ class Engine(EngineCore):
 
         return OutputStream(named, step=self._step_for, discard=discard)
 
+    def register_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> PrefixHandle:
+        """Compute a prefix and keep it resident (paper section 4.4), until ``unregister_prefix``.
+
+        Requests whose prompts begin with it compute only what follows; its partly filled last
+        block is copied for them. The engine steps until it is computed; outputs of other requests
+        are kept for whoever asks next.
+
+        Args:
+          prompt: text or token ids, as for ``add_request``. What follows a text must not change how
+            its end is tokenized: a prompt shares the token ids that are equal.
+          cache_salt: only requests with the same one share it.
+
+        Raises:
+          ValueError: as ``add_request``, or the pool beside it would not hold what a live request
+            may come to need, or nothing at all.
+        """
+        params = SamplingParams(max_tokens=0)
+        live = self._add(prompt, params, cache_salt=cache_salt, is_prefix=True)
+        self._step_for({live.request_id})
+        prefix_id = live.sequence.request.pin_id
+        assert prefix_id is not None
+        handle = PrefixHandle(
+            prefix_id=prefix_id, token_ids=live.prompt_token_ids, cache_salt=cache_salt
+        )
+        self._prefixes.add(handle)
+        return handle
+
+    def unregister_prefix(self, handle: PrefixHandle) -> None:
+        """Let go of a registered prefix: from now on it is cached like anything else.
+
+        Raises:
+          ValueError: it is not registered in this engine (any more).
+        """
+        require(
+            isinstance(handle, PrefixHandle) and handle in self._prefixes,
+            f"handle={reprlib.repr(handle)} must be one that register_prefix of this engine gave, "
+            "not yet unregistered",
+        )
+        self._prefixes.remove(handle)
+        self.block_manager.unpin(handle.prefix_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Let no request that is added from now on find what was cached before.
+
+        Raises:
+          ValueError: prefixes are registered, which nobody would find any more.
+        """
+        require(
+            not self._prefixes,
+            f"{len(self._prefixes)} prefixes are registered: unregister_prefix must come first",
+        )
+        self._num_cache_resets += 1
+
+    def set_params(self, params: Any) -> None:
+        """Go on with other weights of the same model; nothing cached with the old ones is used.
+
+        Args:
+          params: a pytree like ``model.params``, with the same shapes and dtypes.
+
+        Raises:
+          ValueError: it is no such pytree, requests are unfinished, or prefixes are registered.
+        """
+        self._check_alive()
+        require(
+            not self.has_unfinished,
+            f"set_params must wait until all requests have ended, {len(self._by_id)} live",
+        )
+        shapes = [jax.tree.map(_shape_of, tree) for tree in (params, self.model.params)]
+        require(
+            shapes[0] == shapes[1],
+            "params must have the tree, shapes and dtypes of the model's: "
+            f"{reprlib.repr(shapes[0])} is not {reprlib.repr(shapes[1])}",
+        )
+        self.reset_prefix_cache()
+        self.model = dataclasses.replace(self.model, params=params)
+        self.executor.set_params(params)
+
     def _step_for(self, request_ids: set[str]) -> list[RequestOutput]:
         """Step until these requests have outputs, or none of them lives; keep the others'."""
         while True:
@@ -132,3 +230,7 @@ class Engine(EngineCore):
         for request_id in request_ids:
             self.cancel(request_id)
         self._ready = [output for output in self._ready if output.request_id not in request_ids]
+
+
+def _shape_of(leaf: Any) -> str:
+    return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from paged_jax.blocks.block_manager import BlockManager
+from paged_jax.blocks.namespace import Namespace
 from paged_jax.config import EngineConfig, require
 from paged_jax.engine_record import EngineRecord, open_event_log
 from paged_jax.executor import JaxExecutor
@@ -22,7 +23,7 @@ from paged_jax.host_pool import resolve_num_host_blocks
 from paged_jax.live_request import LiveCompletion, LiveRequest
 from paged_jax.metrics import EngineStats
 from paged_jax.model import Model
-from paged_jax.outputs import RequestOutput
+from paged_jax.outputs import PrefixHandle, RequestOutput
 from paged_jax.pool import bytes_per_block, resolve_num_blocks
 from paged_jax.prompts import Prompt, encode_prompt
 from paged_jax.sampling.params import SamplingParams
@@ -82,6 +83,7 @@ class EngineCore:
                 block_nbytes=block_nbytes,
             ),
             drafter=None if config.speculation is None else NgramDrafter(config.speculation),
+            prefix_cache=config.prefix_cache,
         )
         self._record = log and EngineRecord(
             log, scheduler=self.scheduler, block_manager=self.block_manager
@@ -102,6 +104,9 @@ class EngineCore:
         self._ready: list[RequestOutput] = []
         self._dead: BaseException | None = None
         self._stepping = threading.Lock()
+        self._prefix_stats = self.block_manager.prefix_stats()
+        self._prefixes: set[PrefixHandle] = set()
+        self._num_cache_resets = 0
         self._counter = itertools.count()
         self._seeds = np.random.Generator(np.random.PCG64(config.seed))
 
@@ -122,6 +127,7 @@ class EngineCore:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> str:
         """Queue a prompt.
 
@@ -131,6 +137,8 @@ class EngineCore:
           request_id: a name not in use; None makes one.
           priority: with ``EngineConfig.scheduling='priority'``: requests of a lower one start
             first and are preempted last.
+          cache_salt: only requests with the same one share cached prefixes, so that a tenant cannot
+            learn from a fast first token what another one sent. None is shared by all without.
 
         Returns:
           The request's id.
@@ -139,10 +147,22 @@ class EngineCore:
           ValueError: the prompt is empty, holds a token outside the vocabulary, or leaves no room
             for one new token of each completion in ``max_model_len`` or the pool; more completions
             than ``max_num_seqs`` are asked for; the parameters do not fit the model; the id is in
-            use; the priority is no integer, or not 0 without ``scheduling='priority'``.
+            use; the salt is empty or no string; the priority is no integer, or not 0 without
+            ``scheduling='priority'``.
         """
-        self._check_alive()
         params = SamplingParams() if params is None else params
+        return self._add(prompt, params, request_id=request_id, cache_salt=cache_salt).request_id
+
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        is_prefix: bool = False,
+    ) -> LiveRequest:
+        self._check_alive()
         require(
             isinstance(params, SamplingParams),
             f"params={params!r} must be SamplingParams or None",
@@ -167,6 +187,8 @@ class EngineCore:
             params,
             eos_token_ids=self.model.eos_token_ids,
             priority=priority,
+            namespace=self._namespace(cache_salt),
+            is_prefix=is_prefix,
         )
         group = self.scheduler.add(request)
         seed = params.seed
@@ -180,7 +202,7 @@ class EngineCore:
         self._by_sequence.update(dict.fromkeys(group.sequences, live))
         if self._record is not None:
             self._record.arrive(group.sequences)
-        return request_id
+        return live
 
     def cancel(self, request_id: str) -> bool:
         """End a request now and free its blocks; its last output comes with the next ``step``.
@@ -334,6 +356,10 @@ class EngineCore:
         stats.num_padding_positions += handle.num_positions - handle.num_real_positions
         stats.num_copied_blocks += len(plan.copies)
         self._count_preemptions(plan)
+        prefixes, before = manager.prefix_stats(), self._prefix_stats
+        stats.prefix_cache_queries += prefixes.query_tokens - before.query_tokens
+        stats.prefix_cache_hits += prefixes.hit_tokens - before.hit_tokens
+        self._prefix_stats = prefixes
         stats.pack_seconds += handle.pack_seconds
         blocks = manager.stats()
         stats.peak_used_blocks = max(stats.peak_used_blocks, blocks.used)
@@ -360,6 +386,19 @@ class EngineCore:
             self.stats.num_drafted_tokens += speculation.num_drafted_tokens
             self.stats.num_accepted_tokens += speculation.num_accepted_tokens
             speculation.num_drafted_tokens = speculation.num_accepted_tokens = 0
+
+    def _namespace(self, cache_salt: str | None) -> Namespace:
+        """Whose cached blocks a new request shares.
+
+        The pool is the engine's own, so the weights' identity need only differ from that of
+        weights which the engine had before.
+        """
+        require(
+            cache_salt is None or (isinstance(cache_salt, str) and cache_salt != ""),
+            f"cache_salt={cache_salt!r} must be a string that is not empty, or None",
+        )
+        model = f"{self.model.name}, reset {self._num_cache_resets} times"
+        return Namespace(model=model, salt=cache_salt)
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self.model.tokenizer is None:

@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import jax
 import numpy as np
@@ -131,6 +132,10 @@ class JaxExecutor:
         num_moves = 1 if self.host_pool is None else 1 + self.host_pool.max_programs
         num_moves += len(ID_BUCKETS) if self._config.zero_on_free else 0
         return num_shapes + 2 + num_moves
+
+    def set_params(self, params: Any) -> None:
+        """Run on other weights of the same shapes from the next step on."""
+        self._params = params
 
     def execute(self, plan: Plan) -> StepHandle:
         """Dispatch a plan and return at once: swaps, copies, prompts, decode, then drafts."""

@@ -160,6 +160,7 @@ class LiveRequest:
             first_token_time=self.first_token_time,
             finish_time=time.monotonic() if self.is_finished else None,
             num_preemptions=max(sequence.num_preemptions for sequence in sequences),
+            num_cached_tokens=self.sequence.request.num_cached_tokens,
         )
 
     def _sampled_outputs(self) -> tuple[Completion, ...]:

@@ -59,7 +59,10 @@ class EngineStats:
       num_swapped_out_blocks: blocks that went to the host pool.
       num_swapped_in_blocks: blocks that came back.
       swapped_bytes: both together.
-      num_copied_blocks: copy-on-write copies.
+      num_copied_blocks: copies of partly filled blocks: copy-on-write, and of cached prefixes.
+      prefix_cache_queries: prompt tokens looked up in the prefix cache, once each time that a
+        request starts (or starts again after a preemption).
+      prefix_cache_hits: those of them that were found and not computed.
       num_drafted_tokens: drafted tokens that speculation verified.
       num_accepted_tokens: of those, the ones that were sampled too: steps saved.
       peak_used_blocks: most blocks in use after any step.
@@ -84,6 +87,8 @@ class EngineStats:
     num_copied_blocks: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
     peak_used_blocks: int = 0
     filled_slots: int = 0
     used_slots: int = 0
@@ -106,6 +111,12 @@ class EngineStats:
         """Share of the drafted tokens that were accepted."""
         num_drafted = self.num_drafted_tokens
         return self.num_accepted_tokens / num_drafted if num_drafted else 0.0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Share of the looked up prompt tokens that were cached."""
+        queries = self.prefix_cache_queries
+        return self.prefix_cache_hits / queries if queries else 0.0
 
     @property
     def padding_share(self) -> float:

@@ -69,6 +69,8 @@ class RequestOutput:
       first_token_time: when the first token of any completion reached the host.
       finish_time: when the last completion ended; None before.
       num_preemptions: times that the request lost its blocks, was swapped out or recomputed.
+      num_cached_tokens: prompt tokens that were not computed: the prefix cache had them when the
+        request started.
     """
 
     request_id: str
@@ -79,6 +81,7 @@ class RequestOutput:
     first_token_time: float | None
     finish_time: float | None
     num_preemptions: int
+    num_cached_tokens: int
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -119,3 +122,18 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether this is the request's last output: all its completions have ended."""
         return self.finish_time is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PrefixHandle:
+    """A registered prefix (``Engine.register_prefix``); compared by identity.
+
+    Attributes:
+      prefix_id: its name in the engine that made it.
+      token_ids: what is resident.
+      cache_salt: the salt of the requests that may share it.
+    """
+
+    prefix_id: int
+    token_ids: tuple[int, ...]
+    cache_salt: str | None

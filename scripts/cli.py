@@ -41,10 +41,14 @@ def define_engine_flags(*, max_num_seqs: int = 32) -> None:
     flags.DEFINE_integer(
         "speculate", 0, "most draft tokens a step, by prompt lookup; 0: none", lower_bound=0
     )
+    flags.DEFINE_bool(
+        "prefix_cache", True, "compute no prompt's beginning that was computed before"
+    )
 
 
 def define_sampling_flags(*, max_tokens: int = 128, temperature: float = 0.0) -> None:
     """Flags of ``SamplingParams``."""
+    flags.DEFINE_integer("n", 1, "answers to each prompt", lower_bound=1)
     flags.DEFINE_integer("max_tokens", max_tokens, "tokens to generate", lower_bound=1)
     flags.DEFINE_integer("beam_width", None, "beams of a beam search; None: none", lower_bound=1)
     flags.DEFINE_integer("min_tokens", 0, "tokens before an end token may come")
@@ -63,8 +67,8 @@ def define_sampling_flags(*, max_tokens: int = 128, temperature: float = 0.0) ->
 
 def sampling_params() -> SamplingParams:
     """The parameters that the flags ask for."""
-    names = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "ignore_eos")
-    names += ("beam_width",)
+    names = ("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p")
+    names += ("ignore_eos", "beam_width")
     names += ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logprobs")
     chosen: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
     return SamplingParams(stop=tuple(flags.FLAGS.stop), **chosen)
@@ -80,13 +84,13 @@ def load_model(*, progress: bool = True) -> Model:
     )
 
 
-def make_engine(model: Model) -> Engine:
-    """The engine that the flags describe."""
+def make_engine(model: Model, **settings: Any) -> Engine:
+    """The engine that the flags describe, but for ``settings``."""
     names = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_num_batched_tokens")
-    chosen: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
+    chosen: dict[str, Any] = {name: flags.FLAGS[name].value for name in (*names, "prefix_cache")}
     if flags.FLAGS.speculate:
         chosen["speculation"] = NgramSpeculation(num_draft_tokens=flags.FLAGS.speculate)
-    return Engine(model, config=EngineConfig(kv_dtype=DTYPE.value, **chosen))
+    return Engine(model, config=EngineConfig(**{"kv_dtype": DTYPE.value, **chosen, **settings}))
 
 
 def enable_compilation_cache(cache_dir: str | None) -> None:
@@ -107,20 +111,23 @@ def figures(
       seconds: wall time of the run.
     """
     stats, config, spec = engine.stats, engine.config, engine.model.spec
-    generated = sum(len(output.token_ids) for output in outputs)
-    lengths = [len(output.prompt_token_ids) + len(output.token_ids) for output in outputs]
+    completions = [(output, one) for output in outputs for one in output.outputs]
+    generated = sum(len(completion.token_ids) for _, completion in completions)
+    lengths = [len(out.prompt_token_ids) + len(one.token_ids) for out, one in completions]
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
     block = bytes_per_block(spec, block_size=config.block_size, dtype=config.kv_dtype)
     usable, peak = engine.num_blocks - 1, stats.peak_used_blocks
 
     def dense(positions: int) -> str:
-        size = len(outputs) * positions * (block // config.block_size)
+        size = len(completions) * positions * (block // config.block_size)
         return f"{_size(size)}: {size / max(peak * block, 1):.1f} times that peak"
 
     accepted = f"{stats.num_accepted_tokens} of {stats.num_drafted_tokens} accepted"
     drafts = [("drafted tokens", accepted)] if config.speculation else []
     return [
         ("requests", f"{len(outputs)}"),
-        ("tokens", f"{sum(lengths) - generated} prompt, {generated} generated"),
+        ("tokens", f"{num_prompt} prompt ({num_cached} of them cached), {generated} generated"),
         ("tokens/s", f"{generated / seconds:.1f} generated ({seconds:.1f} s with compiling)"),
         *drafts,
         ("blocks used", f"{peak} of {usable} at the peak, {engine.num_used_blocks} now"),

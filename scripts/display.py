@@ -65,7 +65,7 @@ class StreamDisplay:
 
     def update(self, number: int, output: RequestOutput) -> None:
         """Take a request's new output."""
-        self._num_tokens += len(output.delta_token_ids)
+        self._num_tokens += sum(len(one.delta_token_ids) for one in output.outputs)
         if output.finished:
             self._num_done += 1
             self._running.pop(number, None)
@@ -93,7 +93,11 @@ class StreamDisplay:
         shortened = prompt if len(prompt) <= 300 else prompt[:300] + " ..."
         body = Text()
         body.append(shortened + self._separator, style="dim")
-        body.append(output.text, style="bold")
-        ending = f" ({output.finish_reason})" if output.finished else ""
-        title = f"{number}: {len(output.token_ids)} tokens{ending}"
+        for completion in output.outputs:
+            if len(output.outputs) > 1:
+                body.append(f"\n{completion.index}: ", style="dim")
+            body.append(completion.text, style="bold")
+        reasons = dict.fromkeys(one.finish_reason or "" for one in output.outputs)
+        ending = f" ({', '.join(reasons)})" if output.finished else ""
+        title = f"{number}: {sum(len(one.token_ids) for one in output.outputs)} tokens{ending}"
         return Panel(body, title=title, title_align="left")

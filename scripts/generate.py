@@ -28,6 +28,9 @@ PROMPT_FILE = flags.DEFINE_string(
 )
 CHAT = flags.DEFINE_bool("chat", False, "put each prompt in the model's chat template")
 SYSTEM = flags.DEFINE_string("system", None, "a system message for --chat")
+CACHE_SALT = flags.DEFINE_string(
+    "cache_salt", None, "share cached prefixes with nobody who has another salt"
+)
 JSON = flags.DEFINE_bool("json", False, "write one JSON line a request, as each ends")
 STREAM = flags.DEFINE_bool(
     "stream", True, "on a terminal, show text as it comes; otherwise each text when it ends"
@@ -92,12 +95,16 @@ def as_chat(model: Model, prompts: Sequence[str], system: str | None) -> list[st
 
 
 def as_json(index: int, output: RequestOutput) -> str:
-    """One line: the request's place among the prompts, its text and tokens, how it ended."""
+    """One line: the request's place among the prompts, its text and tokens, how it ended.
+
+    With several answers, the first one's; all are in ``outputs``.
+    """
     record = {
         "index": index,
         "text": output.text,
         "token_ids": output.token_ids,
         "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
     }
@@ -106,6 +113,9 @@ def as_json(index: int, output: RequestOutput) -> str:
             {"token_id": e.token_id, "logprob": e.logprob, "rank": e.rank, "top": e.top}
             for e in output.logprobs
         ]
+    if len(output.outputs) > 1:
+        names = ("index", "text", "token_ids", "finish_reason", "stop_reason")
+        record["outputs"] = [{name: getattr(one, name) for name in names} for one in output.outputs]
     return json.dumps(record, ensure_ascii=False)
 
 
@@ -116,7 +126,8 @@ def run_prompts(
 
     ``prompts`` are what is shown: ``texts`` may have a chat template around them.
     """
-    request_ids = engine.add_requests(texts, cli.sampling_params())
+    params = cli.sampling_params()
+    request_ids = engine.add_requests(texts, params, cache_salt=CACHE_SALT.value)
     numbers = {request_id: index for index, request_id in enumerate(request_ids)}
     final: dict[str, RequestOutput] = {}
     separator = "\n" if CHAT.value else ""

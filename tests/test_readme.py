@@ -45,7 +45,15 @@ def test_beam_search_example(smollm2, capsys):
     assert first[1:] != second[1:]
 
 
-def test_own_model_example(capsys):
+@pytest.mark.weights
+def test_registered_prefix_example(smollm2, capsys):
+    del smollm2
     run_block(3)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["16", "of"]] * 2
+
+
+def test_own_model_example(capsys):
+    run_block(4)
     token_lists = eval(capsys.readouterr().out)
     assert [len(tokens) for tokens in token_lists] == [16, 16]

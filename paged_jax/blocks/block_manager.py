@@ -67,6 +67,18 @@ class BlockManager(BlockTables):
             num_blocks -= sum(block not in idle for block in prefix.blocks)
         return num_blocks <= self.num_free
 
+    def room_for_new(self, prefix: PrefixMatch | None = None) -> int:
+        """Tokens that a new sequence could have now, besides those of its ``prefix``.
+
+        Raises:
+          ValueError: ``prefix`` is out of date.
+        """
+        if prefix is None:
+            return self.num_free * self.block_size
+        self._cache.require_current(prefix)
+        num_held = sum(block not in self._pool.idle for block in prefix.blocks)
+        return (self.num_free + num_held) * self.block_size - prefix.num_tokens
+
     def allocate(self, seq_id: int, *, num_tokens: int, prefix: PrefixMatch | None = None) -> bool:
         """Give a new sequence a table with room for ``num_tokens`` tokens; False when none is left.
 
@@ -201,6 +213,16 @@ class BlockManager(BlockTables):
     def num_distinct_blocks(self, seq_ids: Sequence[int]) -> int:
         """Host blocks that swapping these sequences out takes: the distinct ones that they hold."""
         return len(distinct_blocks([self._table(seq_id) for seq_id in seq_ids]))
+
+    @property
+    def num_pinned(self) -> int:
+        """Registered prefixes."""
+        return len(self._pinned)
+
+    @property
+    def pinned_blocks(self) -> frozenset[int]:
+        """The blocks of all registered prefixes, which nobody else can be given."""
+        return frozenset(distinct_blocks(list(self._pinned.values())))
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
         """Whether the host pool has room for these sequences now."""

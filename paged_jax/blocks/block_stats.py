@@ -114,15 +114,17 @@ def check_tables(
     holders: dict[int, _Holding] = {}
     for name, table in tables.items():
         references.update(table.held)
-        _check(
+        if not (
             len(table.blocks) == -(-table.num_tokens // block_size) >= 1
             and table.array.tolist() == table.blocks
             and table.num_holes * block_size <= table.num_tokens
             and not any(table.blocks[: table.num_holes])
-            and NULL_BLOCK not in table.held,
-            f"{name}: {table} with array {table.array}, {table.num_holes} holes and blocks of "
-            f"{block_size}",
-        )
+            and NULL_BLOCK not in table.held
+        ):
+            raise RuntimeError(
+                f"{name}: {table} with array {table.array}, {table.num_holes} holes and blocks of "
+                f"{block_size}"
+            )
         for place in range(table.num_holes, len(table.blocks)):
             block = table.blocks[place]
             filled = min(table.num_tokens - place * block_size, block_size)

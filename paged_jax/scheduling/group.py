@@ -88,9 +88,14 @@ class SequenceGroup:
         """Set how far prompts go when the group starts, or resumes without its blocks."""
         self.needs_fork = len(self.active) > 1
         for sequence in self.active:
-            sequence.num_prefill = sequence.num_tokens
-            if self.beam is not None and sequence.num_output:
-                sequence.num_prefill -= 1
+            sequence.num_prefill = self.known_end(sequence)
+
+    def known_end(self, sequence: Sequence) -> int:
+        """Position up to which a sequence that starts, or resumes without blocks, has a prompt.
+
+        The last token of a beam is left: all beams of a search sample in one step.
+        """
+        return sequence.num_tokens - (self.beam is not None and sequence.num_output > 0)
 
     def prefill_end(self, sequence: Sequence) -> int:
         """Position up to which a live sequence computes known tokens before something happens."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from paged_jax.blocks.block_manager import BlockManager
+from paged_jax.blocks.prefix_cache import PrefixMatch
 from paged_jax.scheduling.group import SequenceGroup
 from paged_jax.scheduling.plan import Plan, PlanRow
 from paged_jax.scheduling.sequence import Sequence
@@ -34,26 +35,33 @@ def plan_chunk(
     sequence: Sequence,
     budget: PromptBudget,
     manager: BlockManager,
+    *,
+    prefix: PrefixMatch | None = None,
 ) -> None:
-    """Add the rows of the next chunk of a prompt, as long as budget and blocks allow."""
-    start, row_len = sequence.num_computed, budget.row_len
+    """Add the rows of the next chunk of a prompt, as long as budget and blocks allow.
+
+    A sequence that starts has ``prefix``, if anything, already.
+    """
+    is_start = sequence.num_computed == 0
+    start = prefix.num_tokens if prefix else sequence.num_computed
+    row_len = budget.row_len
     num_new = min(
         group.prefill_end(sequence) - start,
         budget.chunk_len,
         budget.num_tokens,
         budget.num_rows * row_len,
     )
-    if start == 0:
+    if is_start:
         # Of a prompt beyond its windows, the scheduler looked for the windows' blocks only.
-        num_new = min(num_new, manager.num_free * manager.block_size)
-        has_room = manager.allocate(sequence.seq_id, num_tokens=num_new)
+        num_new = min(num_new, manager.room_for_new(prefix))
+        has_room = manager.allocate(sequence.seq_id, num_tokens=start + num_new, prefix=prefix)
         assert has_room, "the scheduler looked before"
     else:
         # Blocks that earlier sequences took meanwhile come back: wait, and preempt nobody.
         num_new = min(num_new, manager.room(sequence.seq_id))
         if num_new == 0:
             return
-        plan.copies.extend(manager.append(sequence.seq_id, num_tokens=num_new) or ())
+        manager.append(sequence.seq_id, num_tokens=num_new)
     end = start + num_new
     # A beam that resumes computes all tokens but its last, and samples with the others.
     samples = end == sequence.num_prefill == sequence.num_tokens and sequence.max_tokens > 0

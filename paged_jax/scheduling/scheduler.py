@@ -10,16 +10,14 @@ from paged_jax.scheduling.beam import Candidate
 from paged_jax.scheduling.group import SequenceGroup
 from paged_jax.scheduling.limits import capped_max_tokens
 from paged_jax.scheduling.lineup import Lineup
-from paged_jax.scheduling.plan import NEEDS_VALUES, NeedsValues, Plan, PlanRow
+from paged_jax.scheduling.plan import NEEDS_VALUES, NeedsValues, Plan
 from paged_jax.scheduling.preemptor import Preemptor
-from paged_jax.scheduling.prompt_rows import PromptBudget, blocks_owed, plan_chunk
+from paged_jax.scheduling.prefixes import Prefixes
+from paged_jax.scheduling.prompt_rows import PromptBudget
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import FinishReason, Sequence, SequenceStatus
-from paged_jax.scheduling.window import drop_past_window
 from paged_jax.scheduling.speculation import Drafter, Speculation
-
-# A request preempted this often comes back only when it can stay: no request thrashes.
-_MAX_OPTIMISTIC_PREEMPTIONS = 2
+from paged_jax.scheduling.step_planner import StepPlanner
 
 
 class Scheduler:
@@ -32,6 +30,8 @@ class Scheduler:
     back to the line, swapped out or to be computed again (``Preemptor``). While it waits nobody
     starts who ranks after it. A request's sequences (``SequenceGroup``) start, lose their blocks
     and resume together.
+    Full blocks are published in the prefix cache once their step has returned; whoever starts, new
+    or resumed, looks its known tokens up there and computes only the others.
 
     Each step costs O(1) for each running sequence, and nothing for pool blocks or waiting requests.
 
@@ -46,8 +46,11 @@ class Scheduler:
         each step. None: a query sees everything before it.
       preemptor: how blocks are taken away; None: by recomputation.
       drafter: where the drafts of speculative decoding come from; None: no speculation.
+      prefix_cache: publish and share what every request computes; False: registered prefixes alone
+        are shared.
 
     Attributes:
+      max_prefill_rows: most prefill rows of a step.
       preemptor: counts what it does.
       speculation: what it did so far, or None.
 
@@ -67,6 +70,7 @@ class Scheduler:
         window: int | None = None,
         preemptor: Preemptor | None = None,
         drafter: Drafter | None = None,
+        prefix_cache: bool = True,
     ) -> None:
         chunk_len = max_num_batched_tokens if prefill_chunk_len is None else prefill_chunk_len
         for name, value in (
@@ -81,13 +85,25 @@ class Scheduler:
                 raise ValueError(f"{name}={value} must be >= 1")
         self._manager = block_manager
         self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._row_len = prefill_row_len
-        self._chunk_len = chunk_len
         self._max_model_len = max_model_len
+        self._window = window
         self.preemptor = preemptor or Preemptor(block_manager)
         self.speculation = None if drafter is None else Speculation(drafter, window=window)
         self._lineup = Lineup(max_num_seqs)
+        self._prefixes = Prefixes(block_manager, is_automatic=prefix_cache)
+        self.max_prefill_rows = -(-max_num_batched_tokens // prefill_row_len)
+        self._planner = StepPlanner(
+            block_manager,
+            self._lineup,
+            preemptor=self.preemptor,
+            prefixes=self._prefixes,
+            speculation=self.speculation,
+            window=window,
+            budget=PromptBudget(
+                max_num_batched_tokens, self.max_prefill_rows, prefill_row_len, chunk_len
+            ),
+        )
+        self._prefixes = Prefixes(block_manager, is_automatic=prefix_cache)
         self._num_added = 0
         self._num_sequences = 0
         self._num_steps = 0
@@ -119,18 +135,14 @@ class Scheduler:
         groups = self._lineup.running
         return tuple(sequence for group in groups for sequence in group.with_tables)
 
-    @property
-    def max_prefill_rows(self) -> int:
-        """Most prefill rows of a step."""
-        return -(-self._max_num_batched_tokens // self._row_len)
-
     def add(self, request: Request) -> SequenceGroup:
         """Put a request in the line, behind all others of its priority.
 
         Raises:
           ValueError: the prompt is empty or leaves no room for one new token of each sequence (with
             ``max_tokens=0``: does not fit itself) in ``max_model_len`` or in the whole pool, the
-            request wants more sequences than ``max_num_seqs``, or a live request has the same id.
+            request wants more sequences than ``max_num_seqs``, or a live request has the same id;
+            or it is a prefix to stay that would leave too little room.
         """
         other = self._lineup.live.get(request.request_id)
         if other is not None:
@@ -139,10 +151,12 @@ class Scheduler:
             request,
             max_num_seqs=self._max_num_seqs,
             max_model_len=self._max_model_len,
-            num_usable=self._manager.num_usable,
+            num_usable=self._prefixes.num_usable(request),
             block_size=self._manager.block_size,
             window=self._window,
         )
+        if request.is_prefix:
+            self._prefixes.require_room(request, self._lineup.live.values())
         request.arrival = self._num_added
         group = SequenceGroup(
             request,
@@ -179,7 +193,9 @@ class Scheduler:
                 sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return False
         manager, seq_id = self._manager, sequence.seq_id
-        if manager.has_table(seq_id) or manager.is_swapped(seq_id):
+        if manager.has_table(seq_id):
+            self._prefixes.release(sequence, reason)
+        elif manager.is_swapped(seq_id):
             manager.free(seq_id, reason=reason)
         self._lineup.end(sequence)
         if self.speculation is not None:
@@ -198,23 +214,10 @@ class Scheduler:
         Raises:
           RuntimeError: blocks ran out with one running sequence left: someone else holds some.
         """
-        self._manager.begin_step()
-        decoding: list[Sequence] = []
-        prefilling: list[Sequence] = []
-        for group in self._lineup.running:
-            if group.awaits_values:
-                return NEEDS_VALUES
-            can_decode = group.can_decode
-            for sequence in group.with_tables:
-LOOP                if sequence.num_computed < sequence.num_prefill:
-                    prefilling.append(sequence)
-                elif (
-                    can_decode
-                    and len(sequence.output_token_ids) + sequence.num_pending < sequence.max_tokens
-                ):
-                    decoding.append(sequence)
-        plan = Plan(self._num_steps + 1)
-PLAN        if not plan.is_empty:
+        plan = self._planner.plan(self._num_steps + 1, has_values_in_flight=self._num_in_flight > 0)
+        if isinstance(plan, NeedsValues):
+            return plan
+        if not plan.is_empty:
             self._num_steps += 1
             self._num_in_flight += 1
         elif self._num_in_flight:
@@ -237,12 +240,9 @@ PLAN        if not plan.is_empty:
 
         Args:
           plan: what ``schedule`` returned.
-          sampled_token_ids: one a sampling row; those of beams mean nothing.
+          sampled_token_ids: ``PlanRow.num_sampled`` tokens for each sampling row; those of beams
+            mean nothing.
           candidates: of each beam search with rows that sample, best first.
-
-        Args:
-          plan: the step's.
-          sampled_token_ids: ``PlanRow.num_sampled`` tokens for each sampling row.
           take_token: called with each emitted token; a stop string that it returns ends the
             sequence there.
 
@@ -261,13 +261,40 @@ PLAN        if not plan.is_empty:
             )
         if not plan.is_empty:
             self._num_in_flight -= 1
+        if plan.step == self._num_steps:
+            # No later step is planned: what this one moved and wrote is over.
+            self._manager.begin_step()
+        self._prefixes.publish(plan)
         for row in plan.prefill_rows:
             sequence = row.sequence
             is_end = row.start + row.num_new == sequence.num_prefill
             if sequence.max_tokens == 0 and is_end:
                 self.finish(sequence, "length")
         emitted: list[tuple[Sequence, int]] = []
-UPDATE        return emitted
+        searching: dict[SequenceGroup, None] = {}
+        begin = 0
+        for row in rows:
+            sequence, tokens = row.sequence, sampled_token_ids[begin : begin + row.num_sampled]
+            begin += row.num_sampled
+            if sequence.status is SequenceStatus.FINISHED:
+                continue
+            sequence.num_pending -= row.num_sampled
+            if sequence.request.params.beam_width is not None:
+                searching[self._lineup.group_of(sequence)] = None
+                continue
+            if self.speculation is not None and row.drafts:
+                tokens = self.speculation.keep_accepted(row, tokens, self._manager)
+            for token in tokens:
+                emitted.append((sequence, token))
+                self._emit(sequence, token)
+                stop = None if take_token is None else take_token(sequence, token)
+                if stop is not None:
+                    self.finish(sequence, "stop", stop)
+                if sequence.is_finished:
+                    break
+        for group in searching:
+            self._advance(group, (candidates or {})[group.request])
+        return emitted
 
     def _emit(self, sequence: Sequence, token: int) -> None:
         sequence.output_token_ids.append(token)
@@ -292,102 +319,3 @@ UPDATE        return emitted
         if group.beam.advance(candidates, self._manager):
             for sequence in tuple(group.live):
                 self.finish(sequence, group.beam.hypotheses[0].finish_reason)
-
-    def _make_room(self, plan: Plan, decoding: list[Sequence], prefilling: list[Sequence]) -> bool:
-        """Preempt until every decoding sequence can append, after swap-outs from the next step on.
-
-        False to wait for values first: they may end a sequence, whose blocks are enough.
-        """
-        manager = self._manager
-        if manager.num_free >= len(decoding):
-            return True
-        while not self._fits(decoding, manager.num_free_next):
-            if self._num_in_flight:
-                return False
-            if len(self._lineup.running) == 1:
-                raise RuntimeError(
-                    f"the one running request needs a block, {manager.num_free_next} of "
-                    f"{manager.num_usable} are free, and it holds the rest: {self.running[0]}"
-                )
-            victim = self._lineup.latest
-            for sequences in (decoding, prefilling):
-                while sequences and sequences[-1].request is victim.request:
-                    sequences.pop()
-            self.preemptor.preempt(victim, plan)
-            self._lineup.put_back(victim)
-        return True
-
-    def _fits(self, decoding: list[Sequence], num_free: int) -> bool:
-        """Whether each can append a token in that many blocks."""
-        return self._manager.num_new_blocks_for([s.seq_id for s in decoding]) <= num_free
-
-    def _plan_decodes(
-        self, plan: Plan, decoding: list[Sequence], *, from_host: bool = False
-    ) -> None:
-        append, rows = self._manager.append, plan.decode_rows
-        for sequence in decoding:
-            copies = append(sequence.seq_id)
-            assert copies is not None, "room was made before"
-            if copies:
-                plan.copies.extend(copies)
-            fresh = from_host or sequence.request.params.beam_width is not None
-            rows.append(PlanRow(sequence, sequence.num_computed, 1, True, fresh))
-            sequence.num_computed += 1
-            sequence.num_pending += 1
-
-    def _plan_prompts(self, plan: Plan, prefilling: list[Sequence]) -> None:
-        manager = self._manager
-        budget = PromptBudget(
-            self._max_num_batched_tokens, self.max_prefill_rows, self._row_len, self._chunk_len
-        )
-        debt = 0
-        for sequence in prefilling:
-            group = self._lineup.group_of(sequence)
-            plan_chunk(plan, group, sequence, budget, manager)
-            debt += blocks_owed(group, sequence, manager)
-        while self._lineup.free_slots:
-            group = self._lineup.next
-            if group is None or not self._can_start(group, debt):
-                return
-            if self.preemptor.is_swapped(group):
-                self._resume(plan, group)
-            elif budget.num_tokens and budget.num_rows:
-                self._start(group)
-            else:
-                return
-            plan.admitted.extend(group.live)
-            for sequence in group.with_tables:
-                if sequence.num_computed < sequence.num_prefill:
-                    plan_chunk(plan, group, sequence, budget, manager)
-                    debt += blocks_owed(group, sequence, manager)
-
-    def _can_start(self, group: SequenceGroup, debt: int) -> bool:
-        """Whether all known tokens fit beside the prompts in progress, which ``debt`` blocks."""
-        manager, num_live = self._manager, len(group.live)
-        if num_live > len(self._lineup.free_slots):
-            return False
-        worst_case = group.max_blocks(manager.block_size)
-        if self.preemptor.is_swapped(group):
-            num_blocks = self.preemptor.num_blocks_to_resume(group)
-        else:
-            num_blocks = group.known_blocks(manager.block_size)
-        if min(num_blocks + num_live, worst_case) + debt > manager.num_free:
-            return False
-        can_be_preempted = group.num_preemptions < _MAX_OPTIMISTIC_PREEMPTIONS
-        if can_be_preempted:
-            return True
-        return self._lineup.worst_case_blocks + worst_case <= manager.num_usable
-
-    def _start(self, group: SequenceGroup) -> None:
-        group.restart()
-        most = group.max_blocks(self._manager.block_size)
-        self._lineup.start(group, worst_case_blocks=most)
-
-    def _resume(self, plan: Plan, group: SequenceGroup) -> None:
-        """Go on with a swapped group where it was: its decoding sequences do so in this step."""
-        most = group.max_blocks(self._manager.block_size)
-        self._lineup.start(group, worst_case_blocks=most)
-        self.preemptor.swap_in(group, plan)
-        decoding = [s for s in group.with_tables if s.num_computed >= s.num_prefill]
-        if group.can_decode:
-            self._plan_decodes(plan, decoding, from_host=True)

@@ -40,10 +40,11 @@ def test_counting_ends_with_the_block_and_nests():
 
 def test_shares_of_nothing_are_zero():
     stats = EngineStats()
-    assert stats.block_utilisation == stats.padding_share == 0.0
+    assert stats.block_utilisation == stats.padding_share == stats.prefix_cache_hit_rate == 0.0
     stats = EngineStats(
         filled_slots=3, used_slots=4, num_positions=10, num_padding_positions=1, step_seconds=2.0
     )
     assert (stats.block_utilisation, stats.padding_share) == (0.75, 0.1)
+    assert EngineStats(prefix_cache_queries=8, prefix_cache_hits=2).prefix_cache_hit_rate == 0.25
     stats.reset()
     assert stats == EngineStats()

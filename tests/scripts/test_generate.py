@@ -49,6 +49,27 @@ def test_speculation_changes_no_token(run_program):
     assert tokens[0] == tokens[1]
 
 
+def test_several_answers_and_shared_prefixes(run_program):
+    """One sequence at a time, so that the second request finds what the first one computed."""
+    flags = ("--prompt=the 12 the 12 the 12", "--prompt=the 12 the 12 the 12", *SMALL)
+    sampled = ("--temperature=1", "--seed=1", "--n=2", "--max_num_seqs=2", "--block_size=2")
+    cached = {}
+    for more in ((), ("--noprefix_cache",), ("--cache_salt=a",)):
+        result = run_program("generate", *flags, *sampled, "--json", *more)
+        assert result.returncode == 0, result.stderr
+        records = [json.loads(line) for line in result.stdout.splitlines()]
+        assert all([one["index"] for one in record["outputs"]] == [0, 1] for record in records)
+        assert records[0]["token_ids"] == records[0]["outputs"][0]["token_ids"]
+        cached[more] = [record["num_cached_tokens"] for record in records]
+        assert f"prompt ({sum(cached[more])} of them cached), 24 generated" in result.stderr
+    assert cached[("--noprefix_cache",)] == [0, 0]
+    assert cached[()] == cached[("--cache_salt=a",)]
+    assert cached[()][0] == 0 < cached[()][1]
+    shown = run_program("generate", *flags[:1], *SMALL, *sampled)
+    assert "12 tokens (length)" in shown.stdout
+    assert "1: " in shown.stdout
+
+
 def test_chat_template(run_program):
     plain, chat = (
         run_program("generate", "--prompt=hello", "--json", "--nofigures", *SMALL, *flags)

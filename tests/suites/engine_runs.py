@@ -48,6 +48,7 @@ def make_engine(model: Model | None = None, **config: Any) -> Engine:
 def fill_pool(engine: Engine, value: float) -> None:
     """Replace the whole pool's content; the engine must be idle."""
     assert not engine.has_unfinished
+    engine.reset_prefix_cache()
     pool = engine.executor.pool
     engine.executor.pool = KVPool.create(
         engine.model.spec,
@@ -61,6 +62,7 @@ def fill_pool(engine: Engine, value: float) -> None:
 def garbage_pool(engine: Engine, seed: int) -> None:
     """As after many earlier runs: every slot holds some number, the null block too."""
     assert not engine.has_unfinished
+    engine.reset_prefix_cache()
     blocks = engine.executor.pool.blocks
     noise = np.random.default_rng(seed).normal(0, 1e3, blocks.shape).astype(blocks.dtype)
     engine.executor.pool = KVPool(jax.device_put(noise))

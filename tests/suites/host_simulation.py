@@ -18,6 +18,7 @@ from suites.beam_simulation import best_candidates, check_search, sums_after
 from suites.slot_model import EMPTY, VOCAB_SIZE, encode
 
 from paged_jax.blocks.block_manager import BlockCopy, BlockManager
+from paged_jax.blocks.namespace import Namespace
 from paged_jax.scheduling.beam import Candidate
 from paged_jax.scheduling.group import SequenceGroup
 from paged_jax.scheduling.plan import NeedsValues, Plan, PlanRow
@@ -45,6 +46,7 @@ def sampling_params(
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     needs_penalties: bool = False,
+    prompt_logprobs: int | None = None,
 ) -> types.SimpleNamespace:
     """The fields of SamplingParams that the scheduler reads."""
     return types.SimpleNamespace(
@@ -52,7 +54,7 @@ def sampling_params(
         min_tokens=min_tokens,
         stop_token_ids=tuple(stop_token_ids),
         ignore_eos=ignore_eos,
-        prompt_logprobs=None,
+        prompt_logprobs=prompt_logprobs,
         num_samples=beam_width or num_samples,
         beam_width=beam_width,
         length_penalty=length_penalty,
@@ -68,6 +70,8 @@ def make_request(
     *,
     eos_token_ids: Iterable[int] = (),
     priority: int = 0,
+    salt: str | None = None,
+    is_prefix: bool = False,
     **params: object,
 ) -> Request:
     """A request; an integer prompt is a length, filled with tokens that depend on the id."""
@@ -75,8 +79,15 @@ def make_request(
         seed = zlib.crc32(repr(request_id).encode())
         prompt = [(seed + 7 * i * i) % VOCAB_SIZE for i in range(prompt)]
     arguments = sampling_params(max_tokens, **params)
-    ends = frozenset(eos_token_ids)
-    return Request(request_id, prompt, arguments, eos_token_ids=ends, priority=priority)
+    return Request(
+        request_id,
+        prompt,
+        arguments,
+        eos_token_ids=frozenset(eos_token_ids),
+        priority=priority,
+        namespace=Namespace(salt=salt),
+        is_prefix=is_prefix,
+    )
 
 
 def next_token(context: np.ndarray, *, sample_index: int = 0) -> int:
@@ -247,7 +258,11 @@ class SlotExecutor:
         everything = [*sequence.prompt_token_ids, *stream, *row.drafts]
         assert tokens == everything[row.start : stop], (sequence, tokens, row)
         values = encode(everything[:stop])[row.start :]
-        return self._pool.write(self._manager.table_array(sequence.seq_id), row.start, values)
+        table = self._manager.table_array(sequence.seq_id)
+        written = self._pool.write(table, row.start, values)
+        for block, _ in written:
+            assert not self._manager._pool.is_kept(block), f"{row} writes to a cached block"
+        return written
 
     def _read(self, row: PlanRow) -> np.ndarray:
         sequence, kv_len = row.sequence, row.start + row.num_new
@@ -266,6 +281,7 @@ class SimulatedServer:
     Attributes:
       emitted: the tokens of each sequence as they were emitted.
       searches: the groups that are beam searches.
+      prefixes: requests for prefixes to stay; those that are resident have a ``pin_id``.
     """
 
     def __init__(
@@ -278,6 +294,7 @@ class SimulatedServer:
         prefill_row_len: int = 8,
         prefill_chunk_len: int | None = None,
         max_model_len: int = 1000,
+        prefix_cache: bool = True,
         manager: BlockManager | None = None,
         window: int | None = None,
         mode: PreemptionMode = "recompute",
@@ -297,11 +314,13 @@ class SimulatedServer:
             window=window,
             preemptor=Preemptor(self.manager, mode=mode, costs=COSTS, block_nbytes=block_size),
             drafter=drafter,
+            prefix_cache=prefix_cache,
         )
         self.executor = SlotExecutor(self.manager, max_num_seqs=max_num_seqs, window=window)
         self._window = window
         self.emitted: dict[Sequence, list[int]] = {}
         self.searches: list[SequenceGroup] = []
+        self.prefixes: list[Request] = []
         self.num_steps = 0
         self._num_host_blocks = self.manager.num_free_host
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -318,7 +337,15 @@ class SimulatedServer:
             self.emitted.update((sequence, []) for sequence in group.sequences)
         else:
             self.searches.append(group)
+        if request.is_prefix:
+            self.prefixes.append(request)
         return group.leader
+
+    def unpin(self, request: Request) -> None:
+        """Let go of a prefix that is resident."""
+        self.prefixes.remove(request)
+        if request.pin_id is not None:
+            self.manager.unpin(request.pin_id)
 
     def step(self) -> Plan | None:
         """Plan, dispatch, then take the previous step's tokens; None when nothing was planned."""
@@ -360,7 +387,10 @@ class SimulatedServer:
             self.check_output(sequence)
         for group in self.searches:
             check_search(group)
+        for request in tuple(self.prefixes):
+            self.unpin(request)
         self.manager.begin_step()
+        self.manager.check_integrity()
         assert self.manager.num_free == self.manager.num_usable
         assert self.manager.num_swapped == 0
         assert self.manager.num_free_host == self._num_host_blocks
@@ -408,8 +438,13 @@ class SimulatedServer:
             assert mine[-1].samples == (ends and sequence.max_tokens > 0 and not resumes)
         sampling = {row.sequence.request for row in rows if row.samples}
         assert all(row.samples and row.sequence.request in sampling for row in plan.branch_rows)
+        for sequence in plan.admitted:
+            mine = [row for row in rows if row.sequence is sequence]
+            if mine and sequence.num_preemptions == 0:
+                assert mine[0].start == sequence.request.num_cached_tokens
         stats = self.manager.stats()
-        assert stats.waste <= scheduler.num_running * (self.manager.block_size - 1)
+        most = (scheduler.num_running + self.manager.num_pinned) * (self.manager.block_size - 1)
+        assert stats.waste <= most
         assert stats.used + stats.free == stats.total
         if not self._has_priorities:
             assert all(sequence.num_preemptions <= 2 for sequence in scheduler.running)

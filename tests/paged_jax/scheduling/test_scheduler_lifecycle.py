@@ -39,7 +39,7 @@ def test_latest_arrival_is_preempted_after_its_tokens_arrived():
 
 
 def test_generated_tokens_are_part_of_the_new_prompt():
-    server = SimulatedServer(num_blocks=9, block_size=2, prefill_chunk_len=3)
+    server = SimulatedServer(num_blocks=9, block_size=2, prefill_chunk_len=3, prefix_cache=False)
     sequences = [server.add(make_request(i, 4, 9, ignore_eos=True)) for i in range(2)]
     rows = []
     while server.scheduler.has_unfinished:
