@@ -212,14 +212,16 @@ class SlotExecutor:
         return StepValues(tokens, candidates)
 
     def _swap(self, plan: Plan) -> None:
-        """Swap-outs, then swap-ins: a block that goes is wiped, and comes back at most once."""
+        """Swap-outs, then swap-ins: what nobody else needs is wiped, and comes back at most once."""
         for swaps in (plan.swap_outs, plan.swap_ins):
             for blocks in zip(*swaps, strict=True):
                 assert len(set(blocks)) == len(blocks), swaps
                 assert 0 not in blocks
         for device, host in plan.swap_outs:
             self._host_pool[host] = self._pool.slots[device].copy()
-            self._pool.slots[device] = EMPTY
+            is_cached = self._manager._pool.is_kept(device)
+            if device in self._manager._busy.deferred and not is_cached:
+                self._pool.slots[device] = EMPTY
         for device, host in plan.swap_ins:
             self._pool.slots[device] = self._host_pool.pop(host)
 
