@@ -61,6 +61,7 @@ fmt: dev ## format and fix what ruff can fix
 bench: install ## the benchmarks of this machine (minutes)
 	$(PY) scripts/bench_throughput.py
 	$(PY) scripts/bench_attention.py
+	$(PY) scripts/bench_preemption.py
 
 clean: ## remove environments and caches of the checkout (not the converted weights)
 	rm -rf .venv .venv-min .venv-aot .pytest_cache .ruff_cache .hypothesis build *.egg-info
