@@ -106,7 +106,7 @@ def test_accepted_wholly_in_part_and_not_at_all(favour):
     elif favour == MIDDLE:
         assert 0.2 < stats.acceptance_rate < 0.9
     else:
-        assert stats.acceptance_rate > 0.9
+        assert stats.acceptance_rate > 0.7  # wrong notes of the prompt are copied too
         assert stats.num_steps < 0.5 * num_steps
 
 
