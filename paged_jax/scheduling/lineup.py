@@ -129,7 +129,7 @@ class Lineup:
             SequenceStatus.PREEMPTED: self.preempted,
             SequenceStatus.WAITING: self.waiting,
         }
-        return lines[group.leader.status]
+        return lines[group.live[0].status]
 
     def _take_slot(self, sequence: Sequence) -> None:
         self.free_slots.append(sequence.state_slot)
