@@ -161,6 +161,30 @@ def compare_logits(model, requests, block_size):
     assert difference < 1e-4
 
 
+def test_a_prefix_hit_is_within_noise_of_the_cold_run(smollm2):
+    """256 of about 300 prompt tokens are cached; log-probabilities stand for logits."""
+    shared = workload.load_shared_prefix()
+    prompts = [request.prompt_token_ids for request in shared.requests[:2]]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
+    engine = make_engine(smollm2, num_blocks=90)
+    handle = engine.register_prefix(shared.prefix_token_ids)
+    hits = [engine.generate(prompt, params)[0] for prompt in prompts]
+    engine.unregister_prefix(handle)
+    engine.reset_prefix_cache()
+    cold = [
+        engine.generate(prompt, params, cache_salt=str(i))[0] for i, prompt in enumerate(prompts)
+    ]
+    assert [output.num_cached_tokens for output in hits] == [256, 256]
+    assert [output.num_cached_tokens for output in cold] == [0, 0]
+    for one, other in zip(hits, cold, strict=True):
+        for hit, miss in zip(one.logprobs, other.logprobs, strict=True):
+            (_, best), (_, second) = miss.top
+            assert abs(hit.top[0][1] - best) < 1e-3
+            if hit.token_id != miss.token_id:
+                assert best - second < NEAR_TIE
+                break
+
+
 @pytest.mark.long
 def test_compilations_of_the_32_requests(smollm2, all_requests):
     params = [

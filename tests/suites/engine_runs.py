@@ -45,6 +45,12 @@ def make_engine(model: Model | None = None, **config: Any) -> Engine:
     return engine
 
 
+def num_cached(engine: Engine, tokens: list[int], *, cache_salt: str | None = None) -> int:
+    """How many of these tokens a request that has more would find."""
+    namespace = engine._namespace(cache_salt)
+    return engine.block_manager.lookup(namespace, [*tokens, 0]).num_tokens
+
+
 def fill_pool(engine: Engine, value: float) -> None:
     """Replace the whole pool's content; the engine must be idle."""
     assert not engine.has_unfinished

@@ -172,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stats = self.server.manager.prefix_stats()
             self.seen["hit tokens"] += stats.hit_tokens
             self.seen["evictions"] += stats.evictions
-            self.seen["preemptions"] += self.server.scheduler.num_preemptions
+            self.seen["preemptions"] += self.server.scheduler.preemptor.num_preemptions
             requests = {sequence.request for sequence in self.server.emitted}
             for request in requests:
                 self.seen["requests with a hit"] += request.num_cached_tokens > 0
