@@ -127,7 +127,7 @@ def test_drafts_take_only_blocks_that_nobody_else_takes():
         assert [row.num_new for row in plan.verify_rows] == ([1 + 7] if num_drafts else [])
         assert server.manager.num_blocks(first.seq_id) == (3 if num_drafts else 2)
         server.drain()
-        assert server.scheduler.num_preemptions == 0
+        assert server.scheduler.preemptor.num_preemptions == 0
 
 
 def test_who_waits_for_values_and_who_has_no_drafts():
