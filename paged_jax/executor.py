@@ -175,8 +175,15 @@ class JaxExecutor:
             flags=flags,
             prompt_logprobs=prompt_logprobs,
             num_branches=padded_rows(num_branches, self._branch_buckets) if num_branches else 0,
-            num_candidates=_num_candidates(rows),
+            num_candidates=self._num_candidates(rows),
         )
+
+    def _num_candidates(self, rows: SequenceOf[PlanRow]) -> int:
+        """Continuations to keep of each row that is a beam, padded; 0 where none is."""
+        wanted = [most_candidates(request) for request in beam_rows(rows)]
+        if not wanted:
+            return 0
+        return candidate_bucket(max(wanted), vocab_size=self._vocab_size)
 
     def _run_copies(self, copies: SequenceOf[tuple[int, int]]) -> None:
         if not copies:
@@ -234,12 +241,6 @@ def _flags_of(sequences: Collection[Sequence]) -> SamplerFlags:
         for sequence in sequences
     ]
     return sampler_flags(params, banned=banned)
-
-
-def _num_candidates(rows: SequenceOf[PlanRow]) -> int:
-    """Continuations to keep of each row that is a beam, padded; 0 where none is."""
-    wanted = [most_candidates(request) for request in beam_rows(rows)]
-    return candidate_bucket(max(wanted)) if wanted else 0
 
 
 def _branches_of(rows: SequenceOf[PlanRow], plan: Plan) -> list[PlanRow]:
