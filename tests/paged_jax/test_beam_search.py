@@ -239,18 +239,13 @@ def test_recomputed_again_and_again():
     """Searches that each want most of the pool, beside others, preempt each other."""
     engine = make_engine(max_num_seqs=6, num_blocks=20)
     fill_pool(engine, np.nan)
-    params = [
-        beams(3, 16, length_penalty=2.0, early_stopping="never", stop_token_ids=ENDS),
-        beams(2, 20, length_penalty=2.0, early_stopping="never", stop_token_ids=ENDS),
-        greedy(30),
-        beams(4, 12, length_penalty=2.0, early_stopping="never", stop_token_ids=ENDS),
-        hot(20, n=2, seed=3),
-    ]
-    for seed in range(2):
-        outputs = run_all(engine, random_prompts(seed, [5, 9, 3, 6, 8]), params)
+    long = {"length_penalty": 2.0, "early_stopping": "never", "stop_token_ids": ENDS}
+    params = [greedy(40), beams(3, 16, **long), beams(2, 20, **long)]
+    for seed in range(3):
+        outputs = run_all(engine, random_prompts(seed, [5, 9, 3]), params)
         for output, one in zip(outputs, params, strict=True):
             check_alone(output, one)
-        assert sum(output.num_preemptions for output in outputs if output.outputs[0].score) > 0
+        assert outputs[2].num_preemptions > 0
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 6])
@@ -312,8 +307,10 @@ def test_the_number_of_programs_is_bounded():
         for width in range(1, 8):
             lens = rng.integers(1, 60, size=3)
             run_all(engine, random_prompts(width, lens), beams(width, 5))
-    # One padded number of candidates (8), decode rows padded to 1, 8, 12, one prefill row of 16.
-    assert counted.count <= 4, (plain, counted)
+    # One padded number of candidates (8), decode rows padded to 1, 8, 12, one prefill row of 16,
+    # and the block copy.
+    assert plain.count <= engine.executor.max_plain_programs
+    assert counted.count <= 5
     with count_compilations() as again:
         run_all(engine, random_prompts(2, [5, 33, 12]), [beams(7, 9), beams(3, 4), beams(1, 6)])
     assert again.count == 0
