@@ -11,33 +11,31 @@ import threading
 import time
 from collections import deque
 
-import jax
 import numpy as np
 
-from paged_jax.blocks.block_manager import BlockManager
 from paged_jax.blocks.namespace import Namespace
 from paged_jax.config import EngineConfig, require
+from paged_jax.engine_counters import StepCounters
+from paged_jax.engine_parts import (
+    check_priority,
+    make_block_manager,
+    make_scheduler,
+    resolve_max_model_len,
+)
 from paged_jax.engine_record import EngineRecord, open_event_log
 from paged_jax.executor import JaxExecutor
-from paged_jax.host_pool import resolve_num_host_blocks
 from paged_jax.live_request import LiveCompletion, LiveRequest
 from paged_jax.metrics import EngineStats
 from paged_jax.model import Model
 from paged_jax.outputs import PrefixHandle, RequestOutput
-from paged_jax.pool import bytes_per_block, resolve_num_blocks
+from paged_jax.pool import resolve_num_blocks
 from paged_jax.prompts import Prompt, encode_prompt
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.scheduling.ngram import NgramDrafter
 from paged_jax.scheduling.plan import NeedsValues, Plan
-from paged_jax.scheduling.preemption import PreemptionCosts, default_costs
-from paged_jax.scheduling.preemptor import Preemptor
 from paged_jax.scheduling.request import Request
-from paged_jax.scheduling.scheduler import Scheduler
 from paged_jax.scheduling.sequence import Sequence
-from paged_jax.scheduling.window import most_blocks
 from paged_jax.step_result import StepHandle
 from paged_jax.text_stream import TextStream
-from pallas_kernels.devices import current_device
 
 
 class EngineCore:
@@ -50,40 +48,13 @@ class EngineCore:
         self.config = config
         self.model = model
         self.num_blocks = resolve_num_blocks(config, model.spec)
-        self.max_model_len = _resolve_max_model_len(config, model, self.num_blocks)
-        block_nbytes = bytes_per_block(
-            model.spec,
-            block_size=config.block_size,
-            dtype=config.kv_dtype,
-            head_dim=config.pool_head_dim,
-        )
-        num_host_blocks = resolve_num_host_blocks(
-            config, num_blocks=self.num_blocks, block_nbytes=block_nbytes
-        )
+        self.max_model_len = resolve_max_model_len(config, model, self.num_blocks)
         log = self.event_log = open_event_log(config, num_blocks=self.num_blocks)
-        self.block_manager = BlockManager(
-            num_blocks=self.num_blocks,
-            block_size=config.block_size,
-            tracks_freed=config.zero_on_free,
-            observer=None if log is None else log.take,
-            num_host_blocks=num_host_blocks,
+        self.block_manager = make_block_manager(
+            config, model, num_blocks=self.num_blocks, observer=None if log is None else log.take
         )
-        self.scheduler = Scheduler(
-            self.block_manager,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            prefill_row_len=config.prefill_row_len,
-            prefill_chunk_len=config.prefill_chunk_len,
-            max_model_len=self.max_model_len,
-            window=model.spec.window,
-            preemptor=Preemptor(
-                self.block_manager,
-                mode=config.preemption,
-                costs=_preemption_costs(config, model),
-                block_nbytes=block_nbytes,
-            ),
-            drafter=None if config.speculation is None else NgramDrafter(config.speculation),
-            prefix_cache=config.prefix_cache,
+        self.scheduler = make_scheduler(
+            config, model, self.block_manager, max_model_len=self.max_model_len
         )
         self._record = log and EngineRecord(
             log, scheduler=self.scheduler, block_manager=self.block_manager
@@ -92,7 +63,7 @@ class EngineCore:
             model,
             config,
             num_blocks=self.num_blocks,
-            num_host_blocks=num_host_blocks,
+            num_host_blocks=self.block_manager.num_host_blocks,
             max_model_len=self.max_model_len,
             table_of=self.block_manager.table_array,
             seed_of=lambda sequence: self._by_sequence[sequence].seed,
@@ -104,7 +75,12 @@ class EngineCore:
         self._ready: list[RequestOutput] = []
         self._dead: BaseException | None = None
         self._stepping = threading.Lock()
-        self._prefix_stats = self.block_manager.prefix_stats()
+        self._counters = StepCounters(
+            self.stats,
+            self.scheduler,
+            self.block_manager,
+            block_nbytes=self.executor.pool.block_nbytes,
+        )
         self._prefixes: set[PrefixHandle] = set()
         self._num_cache_resets = 0
         self._counter = itertools.count()
@@ -151,7 +127,11 @@ class EngineCore:
             ``scheduling='priority'``.
         """
         params = SamplingParams() if params is None else params
-        return self._add(prompt, params, request_id=request_id, cache_salt=cache_salt).request_id
+        check_priority(priority, self.config)
+        live = self._add(
+            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
+        return live.request_id
 
     def _add(
         self,
@@ -159,6 +139,7 @@ class EngineCore:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        priority: int = 0,
         cache_salt: str | None = None,
         is_prefix: bool = False,
     ) -> LiveRequest:
@@ -177,7 +158,6 @@ class EngineCore:
             request_id is None or isinstance(request_id, str),
             f"request_id={request_id!r} must be a string or None",
         )
-        _check_priority(priority, self.config)
         if request_id is None:
             names = (f"request-{number}" for number in self._counter)
             request_id = next(name for name in names if name not in self._by_id)
@@ -262,7 +242,9 @@ class EngineCore:
         if not plan.is_empty:
             self._zero_freed()
             handle = self.executor.execute(plan)
-            self._count(plan, handle)
+            blocks = self._counters.dispatch(plan, handle)
+            if self._record is not None:
+                self._record.dispatch(plan, blocks)
         outputs += self._collect()
         self._zero_freed()
         if handle is not None:
@@ -312,7 +294,7 @@ class EngineCore:
         )
         self.stats.schedule_seconds += time.perf_counter() - begin - take_seconds
         self.stats.num_output_tokens += len(updates)
-        self._count_drafts()
+        self._counters.collect()
         for sequence, position, entry in result.prompt_logprobs:
             if sequence in self._by_sequence:
                 self._by_sequence[sequence].take_prompt_entry(position, entry)
@@ -348,45 +330,6 @@ class EngineCore:
         if self._record is not None:
             self._record.end([completion.sequence for completion in live.completions])
 
-    def _count(self, plan: Plan, handle: StepHandle) -> None:
-        stats, manager = self.stats, self.block_manager
-        stats.num_steps += 1
-        stats.num_prompt_tokens += sum(row.num_new for row in plan.prefill_rows)
-        stats.num_positions += handle.num_positions
-        stats.num_padding_positions += handle.num_positions - handle.num_real_positions
-        stats.num_copied_blocks += len(plan.copies)
-        self._count_preemptions(plan)
-        prefixes, before = manager.prefix_stats(), self._prefix_stats
-        stats.prefix_cache_queries += prefixes.query_tokens - before.query_tokens
-        stats.prefix_cache_hits += prefixes.hit_tokens - before.hit_tokens
-        self._prefix_stats = prefixes
-        stats.pack_seconds += handle.pack_seconds
-        blocks = manager.stats()
-        stats.peak_used_blocks = max(stats.peak_used_blocks, blocks.used)
-        stats.used_slots += blocks.used * manager.block_size
-        stats.filled_slots += blocks.filled
-        if self._record is not None:
-            self._record.dispatch(plan, blocks)
-
-    def _count_preemptions(self, plan: Plan) -> None:
-        stats = self.stats
-        for preemption in plan.preemptions:
-            num_sequences = len(preemption.sequences)
-            stats.num_preemptions += num_sequences
-            stats.num_swap_preemptions += num_sequences * preemption.is_swap
-            stats.num_swap_refusals += num_sequences * preemption.is_refused
-        stats.num_swapped_out_blocks += len(plan.swap_outs)
-        stats.num_swapped_in_blocks += len(plan.swap_ins)
-        num_swaps = len(plan.swap_outs) + len(plan.swap_ins)
-        stats.swapped_bytes += num_swaps * self.executor.pool.block_nbytes
-
-    def _count_drafts(self) -> None:
-        speculation = self.scheduler.speculation
-        if speculation is not None:
-            self.stats.num_drafted_tokens += speculation.num_drafted_tokens
-            self.stats.num_accepted_tokens += speculation.num_accepted_tokens
-            speculation.num_drafted_tokens = speculation.num_accepted_tokens = 0
-
     def _namespace(self, cache_salt: str | None) -> Namespace:
         """Whose cached blocks a new request shares.
 
@@ -416,34 +359,3 @@ class EngineCore:
                 "this engine stopped in a step "
                 f"({type(self._dead).__name__}: {self._dead}); make a new one"
             ) from self._dead
-
-
-def _resolve_max_model_len(config: EngineConfig, model: Model, num_blocks: int) -> int:
-    longest = model.spec.max_position
-    require(
-        config.max_model_len is None or config.max_model_len <= longest,
-        f"max_model_len={config.max_model_len} must be at most the model's {longest}",
-    )
-    wanted = config.max_model_len or longest
-    if most_blocks(wanted, model.spec.window, config.block_size) < num_blocks:
-        return wanted
-    return (num_blocks - 1) * config.block_size
-
-
-def _check_priority(priority: int, config: EngineConfig) -> None:
-    is_int = isinstance(priority, int) and not isinstance(priority, bool)
-    require(is_int, f"priority={priority!r} must be an integer")
-    require(
-        priority == 0 or config.scheduling == "priority",
-        f"priority={priority} must be 0 with scheduling={config.scheduling!r}",
-    )
-
-
-def _preemption_costs(config: EngineConfig, model: Model) -> PreemptionCosts | None:
-    """What the policy 'auto' goes by, from the settings or for this device and model."""
-    if config.preemption != "auto" or config.preemption_costs is not None:
-        return config.preemption_costs
-    device = current_device()
-    num_params = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(model.params))
-    rate = device.matmul_rate if device.is_cuda else None
-    return default_costs(num_params=num_params, matmul_rate=rate)

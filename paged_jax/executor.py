@@ -163,6 +163,8 @@ class JaxExecutor:
         """Overwrite blocks with zeros, before whatever is dispatched next."""
         for ids in padded_ids(blocks.device):
             self.pool = self._fill(self.pool, ids)
+        if self.host_pool is not None and blocks.host:
+            self.host_pool.zero(blocks.host)
 
     def _dispatch(
         self,
@@ -215,7 +217,7 @@ class JaxExecutor:
             flags=flags,
             prompt_logprobs=prompt_logprobs,
             num_branches=padded_rows(num_branches, self._branch_buckets) if num_branches else 0,
-            num_candidates=_num_candidates(rows),
+            num_candidates=self._num_candidates(rows),
         )
 
     def _verify_layout(self, rows: SequenceOf[PlanRow], flags: SamplerFlags) -> BatchLayout:
@@ -229,6 +231,13 @@ class JaxExecutor:
             flags=flags,
             verifies=True,
         )
+
+    def _num_candidates(self, rows: SequenceOf[PlanRow]) -> int:
+        """Continuations to keep of each row that is a beam, padded; 0 where none is."""
+        wanted = [most_candidates(request) for request in beam_rows(rows)]
+        if not wanted:
+            return 0
+        return candidate_bucket(max(wanted), vocab_size=self._vocab_size)
 
     def _run_copies(self, copies: SequenceOf[tuple[int, int]]) -> None:
         if not copies:
@@ -287,12 +296,6 @@ def _flags_of(sequences: Collection[Sequence]) -> SamplerFlags:
         for sequence in sequences
     ]
     return sampler_flags(params, banned=banned)
-
-
-def _num_candidates(rows: SequenceOf[PlanRow]) -> int:
-    """Continuations to keep of each row that is a beam, padded; 0 where none is."""
-    wanted = [most_candidates(request) for request in beam_rows(rows)]
-    return candidate_bucket(max(wanted)) if wanted else 0
 
 
 def _branches_of(rows: SequenceOf[PlanRow], plan: Plan) -> list[PlanRow]:

@@ -77,7 +77,7 @@ def read_prompts(path: str | None, model: Model, *, chat: bool) -> list[str]:
     Raises:
       ValueError: a line holds no prompt.
     """
-    prompts = list(BUILT_IN)
+    prompts: list[str] = list(BUILT_IN)
     if path is not None:
         with open(path, encoding="utf-8") as file:
             prompts = [_prompt_of(json.loads(line), path) for line in file if line.strip()]

@@ -91,6 +91,11 @@ class BlockTables:
         return len(self._host.tables)
 
     @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host pool, the one that is never used included; 0 without a host pool."""
+        return self._host.pool.num_usable + 1 if self._host.pool else 0
+
+    @property
     def num_free_host(self) -> int:
         """Host blocks that can be swapped to now."""
         return self._host.num_free

@@ -17,9 +17,6 @@ from jaxtyping import Array, Float32, Int32
 NO_GROUP = 2**31 - 1
 """The group of a row that is no beam: it sorts after all others."""
 
-CANDIDATE_BUCKETS = (8, 32, 128, 512, 2048)
-"""Continuations kept of each beam are padded to these, then to powers of two."""
-
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["group", "score"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,14 +54,16 @@ class BeamCandidates:
     token: Int32[Array, " E"]
 
 
-def candidate_bucket(num_candidates: int) -> int:
-    """The padded number of continuations that are kept of each beam.
+def candidate_bucket(num_candidates: int, *, vocab_size: int) -> int:
+    """The padded number of continuations that are kept of each beam: 8, 64, 512, ..., at most V.
 
-    >>> [candidate_bucket(number) for number in (1, 8, 9, 5000)]
-    [8, 8, 32, 8192]
+    >>> [candidate_bucket(number, vocab_size=3000) for number in (1, 8, 9, 600)]
+    [8, 8, 64, 3000]
     """
-    fitting = [bucket for bucket in CANDIDATE_BUCKETS if bucket >= num_candidates]
-    return fitting[0] if fitting else 1 << (num_candidates - 1).bit_length()
+    bucket = 8
+    while bucket < num_candidates:
+        bucket *= 8
+    return min(bucket, vocab_size)
 
 
 def beam_candidates(
@@ -75,11 +74,9 @@ def beam_candidates(
     Args:
       logits: biased; rows that are no beams may hold anything.
       beams: of the same rows.
-      num_candidates: at least the group's width times (1 + its number of end tokens); more than V
-        means V.
+      num_candidates: at least the group's width times (1 + its number of end tokens), or V.
     """
-    num_rows, vocab_size = logits.shape
-    size = min(num_candidates, vocab_size)
+    num_rows, size = logits.shape[0], num_candidates
     scores = jax.nn.log_softmax(logits, axis=1) + beams.score[:, None]
     # top_k orders -0.0 below 0.0. The barrier keeps XLA from merging what follows into top_k,
     # which makes it a full sort.

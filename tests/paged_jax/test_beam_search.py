@@ -24,7 +24,6 @@ from suites.engine_runs import (
     make_engine,
     random_prompts,
     run_all,
-    sampled,
 )
 from suites.small_models import letters, nan_model, rigged_model
 
@@ -35,6 +34,10 @@ BLOCK_SIZE = 4
 ENDS = tuple(range(0, hash_model.VOCAB_SIZE, 5))
 # The scores of float32 on the device; those of the reference are float64.
 TOLERANCE = 1e-4
+
+
+def hot(max_tokens: int = 9, **fields) -> SamplingParams:
+    return SamplingParams(**{"temperature": 4.0, "max_tokens": max_tokens, **fields})
 
 
 def beams(width: int, max_tokens: int | None = 9, **fields) -> SamplingParams:
@@ -124,7 +127,7 @@ def roomy_engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    engine = make_engine(max_num_seqs=6, num_blocks=60)
+    engine = make_engine(max_num_seqs=6, num_blocks=40)
     fill_pool(engine, np.nan)
     return engine
 
@@ -180,7 +183,7 @@ def test_biases_least_lengths_and_prompt_logprobs(engine):
 def test_only_the_best_are_given_back_and_only_at_the_end():
     tokenizer = letters(hash_model.VOCAB_SIZE)
     model = dataclasses.replace(hash_model.make_model(), tokenizer=tokenizer)
-    engine = make_engine(model, max_num_seqs=6, num_blocks=60)
+    engine = make_engine(model, max_num_seqs=6, num_blocks=40)
     (prompt,) = random_prompts(6, [7])
     params = beams(5, 8, n=2, stop_token_ids=ENDS)
     request_id = engine.add_request(prompt, params)
@@ -194,7 +197,7 @@ def test_only_the_best_are_given_back_and_only_at_the_end():
 
 
 def test_the_models_end_tokens_end_beams_unless_ignored():
-    engine = make_engine(hash_model.make_model(eos_token_ids=ENDS), max_num_seqs=6, num_blocks=60)
+    engine = make_engine(hash_model.make_model(eos_token_ids=ENDS), max_num_seqs=6, num_blocks=40)
     (prompt,) = random_prompts(7, [6])
     (output,) = run_all(engine, [prompt], beams(3))
     check_dense(output, beams(3, stop_token_ids=ENDS))
@@ -206,10 +209,10 @@ def every_kind(seed: int) -> list[SamplingParams]:
     return [
         greedy(12),
         beams(4, 12, stop_token_ids=ENDS, early_stopping="never"),
-        sampled(10, seed=seed),
-        sampled(9, n=3, seed=seed),
-        beams(2, 14, n=1, length_penalty=2.0),
-        beams(6, 8, early_stopping=True, stop_token_ids=ENDS[:7]),
+        hot(10, seed=seed),
+        hot(9, n=3, seed=seed),
+        beams(2, 14, n=1, length_penalty=2.0, stop_token_ids=ENDS),
+        beams(6, 8, early_stopping=True, stop_token_ids=ENDS),
         greedy(15, n=2),
     ]
 
@@ -234,21 +237,15 @@ def test_all_kinds_of_requests_in_one_step():
 
 def test_recomputed_again_and_again():
     """Searches that each want most of the pool, beside others, preempt each other."""
-    engine = make_engine(max_num_seqs=6, num_blocks=22)
+    engine = make_engine(max_num_seqs=6, num_blocks=20)
     fill_pool(engine, np.nan)
-    params = [
-        beams(3, 20, length_penalty=0.0),
-        beams(2, 24, stop_token_ids=ENDS[:3], early_stopping="never"),
-        greedy(30),
-        beams(4, 12, stop_token_ids=ENDS[:9]),
-        sampled(20, n=2, seed=3),
-        beams(1, 20),
-    ]
-    for seed in range(2):
-        outputs = run_all(engine, random_prompts(seed, [5, 9, 3, 6, 8, 13]), params)
+    long = {"length_penalty": 2.0, "early_stopping": "never", "stop_token_ids": ENDS}
+    params = [greedy(40), beams(3, 16, **long), beams(2, 20, **long)]
+    for seed in range(3):
+        outputs = run_all(engine, random_prompts(seed, [5, 9, 3]), params)
         for output, one in zip(outputs, params, strict=True):
             check_alone(output, one)
-        assert sum(output.num_preemptions for output in outputs if output.outputs[0].score) > 0
+        assert outputs[2].num_preemptions > 0
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 6])
@@ -310,8 +307,10 @@ def test_the_number_of_programs_is_bounded():
         for width in range(1, 8):
             lens = rng.integers(1, 60, size=3)
             run_all(engine, random_prompts(width, lens), beams(width, 5))
-    # One candidate bucket (8), decode rows padded to 1, 8, 12, one prefill row of 16.
-    assert counted.count <= 4, (plain, counted)
+    # One padded number of candidates (8), decode rows padded to 1, 8, 12, one prefill row of 16,
+    # and the block copy.
+    assert plain.count <= engine.executor.max_plain_programs
+    assert counted.count <= 5
     with count_compilations() as again:
         run_all(engine, random_prompts(2, [5, 33, 12]), [beams(7, 9), beams(3, 4), beams(1, 6)])
     assert again.count == 0
@@ -321,7 +320,7 @@ REQUESTS = st.lists(
     st.tuples(
         st.integers(1, 24),  # prompt length
         st.integers(1, 14),  # max_tokens
-        st.integers(1, 6),  # beams, completions
+        st.integers(2, 6),  # beams, completions
         st.sampled_from(["beams", "beams", "greedy", "sampled", "parallel"]),
         st.integers(0, 9),  # the step at which it arrives
         st.one_of(st.none(), st.none(), st.integers(0, 25)),  # the step at which it is cancelled
@@ -330,7 +329,7 @@ REQUESTS = st.lists(
     max_size=5,
 )
 ENGINES = {
-    chunk_len: make_engine(max_num_seqs=6, num_blocks=26, prefill_chunk_len=chunk_len)
+    chunk_len: make_engine(max_num_seqs=6, num_blocks=20, prefill_chunk_len=chunk_len)
     for chunk_len in (3, None)
 }
 
@@ -338,11 +337,10 @@ ENGINES = {
 def params_of(kind: str, max_tokens: int, width: int, seed: int) -> SamplingParams:
     if kind == "beams":
         early = (True, False, "never")[seed % 3]
-        ends = ENDS[: seed * 4]
-        return beams(width, max_tokens, early_stopping=early, stop_token_ids=ends)
+        return beams(width, max_tokens, early_stopping=early, stop_token_ids=ENDS)
     if kind == "greedy":
         return greedy(max_tokens)
-    return sampled(max_tokens, n=width if kind == "parallel" else 1, seed=seed)
+    return hot(max_tokens, n=width if kind == "parallel" else 1, seed=seed)
 
 
 def check_random_mix(requests: list, seed: int, chunk_len: int | None) -> None:
@@ -355,7 +353,7 @@ def check_random_mix(requests: list, seed: int, chunk_len: int | None) -> None:
 
     def fits(number: int) -> bool:
         shared = len(prompts[number]) // BLOCK_SIZE
-        room = (shared + (25 - shared) // params[number].num_samples) * BLOCK_SIZE
+        room = (shared + (19 - shared) // params[number].num_samples) * BLOCK_SIZE
         return room >= len(prompts[number]) + (params[number].max_tokens or 0)
 
     def act(index: int) -> bool:
@@ -380,7 +378,7 @@ def check_random_mix(requests: list, seed: int, chunk_len: int | None) -> None:
 SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-@settings(SETTINGS, max_examples=15)
+@settings(SETTINGS, max_examples=12)
 @given(requests=REQUESTS, seed=st.integers(0, 9), chunk_len=st.sampled_from(list(ENGINES)))
 def test_random_mixes_with_cancels_at_random_steps(requests, seed, chunk_len):
     check_random_mix(requests, seed, chunk_len)

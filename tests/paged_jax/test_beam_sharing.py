@@ -62,7 +62,7 @@ def watch(engine: Engine) -> dict[str, int]:
 
 @pytest.mark.parametrize("width", [2, 6])
 def test_children_share_all_of_their_parent_and_losers_free_theirs(width):
-    engine = make_engine(max_num_seqs=6, num_blocks=60)
+    engine = make_engine(max_num_seqs=6, num_blocks=40)
     fill_pool(engine, np.nan)
     counted = watch(engine)
     ends = range(0, 251, 5)
@@ -124,7 +124,7 @@ def test_paper_figure_9():
 
 def test_two_children_of_one_beam_copy_its_half_full_block_once():
     """Three beams, blocks of four: the last of a block's writers keeps it."""
-    engine = make_engine(max_num_seqs=6, num_blocks=60)
+    engine = make_engine(max_num_seqs=6, num_blocks=40)
     engine.add_request(random_prompts(3, [5])[0], SamplingParams(beam_width=4, max_tokens=3))
     counted = watch(engine)
     drive(engine)

@@ -86,7 +86,7 @@ def test_b79_the_end_token_counts_in_sum_and_length(engine, length_penalty):
 
 def test_b80_beams_0_1_2_become_2_2_0():
     """Each beam's keys and values are constants of their own, by layer, K or V, and beam."""
-    engine = make_engine(max_num_seqs=6, num_blocks=60)
+    engine = make_engine(max_num_seqs=6, num_blocks=40)
     (prompt,) = random_prompts(80, [4])
     request_id = engine.add_request(prompt, SamplingParams(beam_width=3, n=3, max_tokens=9))
     manager = engine.block_manager

@@ -12,7 +12,8 @@ import dataclasses
 from collections import Counter
 
 import numpy as np
-from suites.host_simulation import EMPTY, SlotPool
+from suites.slot_executor import SlotPool
+from suites.slot_model import EMPTY
 
 from paged_jax.blocks.block_manager import BlockManager, BlockSwap
 from paged_jax.blocks.block_table import BlockTable

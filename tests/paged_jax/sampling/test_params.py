@@ -125,3 +125,38 @@ def test_samples_and_their_ranking():
     for fields in ({"n": 2}, {"best_of": 2}):
         with pytest.raises(ValueError, match=r"must be 1 or None with max_tokens=0: nothing"):
             SamplingParams(max_tokens=0, **fields)
+
+
+def test_beams_have_no_use_for_chance():
+    params = SamplingParams(beam_width=4, n=2, early_stopping="never", length_penalty=-1)
+    assert params.is_greedy
+    assert not params.is_ranked
+    assert (params.num_samples, params.num_logprobs) == (4, None)
+    assert SamplingParams(beam_width=1, temperature=0, early_stopping=True).num_samples == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"beam_width": 0}, "beam_width=0 must be an integer >= 1"),
+        ({"n": 3}, "n=3 must be at most beam_width=2"),
+        ({"best_of": 2}, "best_of=2 must be None with beam_width=2"),
+        ({"temperature": 0.5}, "temperature=0.5 must be 0 or 1 with beam_width=2: beams are"),
+        ({"top_k": 5}, "top_k=5 must be 0 with"),
+        ({"top_p": 0.5}, "top_p=0.5 must be 1 with"),
+        ({"min_p": 0.5}, "min_p=0.5 must be 0 with"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty=1.5 must be 1 with"),
+        ({"presence_penalty": 1}, "presence_penalty=1.0 must be 0 with"),
+        ({"frequency_penalty": 1}, "frequency_penalty=1.0 must be 0 with"),
+        ({"logprobs": 0}, "logprobs=0 must be None with"),
+        ({"stop": "x"}, r"stop=\('x',\) must be \(\) with"),
+        ({"max_tokens": 0}, "max_tokens=0 must be >= 1 with beam_width=2"),
+        ({"length_penalty": 11}, "length_penalty=11 must be a number >= -10 and <= 10"),
+        ({"early_stopping": 1}, "early_stopping=1 must be True, False or 'never'"),
+        ({"beam_width": None, "length_penalty": 2}, "must be 1.0 and False without beam_width"),
+        ({"beam_width": None, "early_stopping": True}, "must be 1.0 and False without beam_width"),
+    ],
+)
+def test_refuses_what_means_nothing_with_beams(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**{"beam_width": 2, **fields})
