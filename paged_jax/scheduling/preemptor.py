@@ -108,10 +108,16 @@ class Preemptor:
         plan.swap_ins.extend(swaps)
 
     def _prefers_swap(self, group: SequenceGroup, seq_ids: list[int]) -> bool:
+        manager = self._manager
+        if self._mode != "recompute" and manager.num_pinned:
+            # Swapped in, it shares no registered prefix any more: it must fit without.
+            room = manager.num_usable - len(manager.pinned_blocks)
+            if group.max_blocks(manager.block_size) > room:
+                return False
         if self._mode != "auto":
             return self._mode == "swap"
         assert self._costs is not None
-        num_blocks = self._manager.num_distinct_blocks(seq_ids)
+        num_blocks = manager.num_distinct_blocks(seq_ids)
         swap = self._costs.swap_seconds(num_blocks, block_nbytes=self._block_nbytes)
         return swap < self._costs.recompute_seconds(num_to_recompute(group))
 
