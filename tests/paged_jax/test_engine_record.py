@@ -46,7 +46,9 @@ def replay_now(engine: Engine, path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_replaying_a_random_run_gives_every_table_at_every_step(path: pathlib.Path, seed: int):
-    engine = make_engine(num_blocks=17, event_log=str(path), event_log_bytes=6000)
+    engine = make_engine(
+        num_blocks=17, event_log=str(path), event_log_bytes=6000, event_log_files=99
+    )
     ids = list(random_mix(engine, seed, after_step=lambda: replay_now(engine, path)))
     lines = list(read_events(path))
     assert sum(line["event"] == "file" for line in lines) > 1

@@ -136,13 +136,14 @@ def test_with_zero_on_free_no_free_block_holds_anything_after_any_step():
 
 
 def test_without_it_free_blocks_do_hold_something():
-    engine = make_engine()
+    engine = make_engine(prefix_cache=False)
     run_all(engine, random_prompts(0, [9, 9]), greedy(4))
     assert dirty_blocks(engine)
 
 
 def test_an_idle_engine_has_cleared_everything():
-    engine = make_engine(zero_on_free=True)
+    """Everything that is free, that is: a prefix cache would keep what it may use again."""
+    engine = make_engine(zero_on_free=True, prefix_cache=False)
     engine.generate(random_prompts(0, [9, 12, 3]), greedy(6))
     assert np.asarray(engine.executor.pool.blocks)[:, 1:].any() == np.False_
     # Cancelled between steps: with the next one, also when that has nothing else to do.
@@ -157,7 +158,7 @@ def test_an_idle_engine_has_cleared_everything():
 
 
 def test_a_step_clears_all_in_one_launch_and_nothing_is_launched_for_nothing():
-    engine = make_engine(zero_on_free=True, num_blocks=17)
+    engine = make_engine(zero_on_free=True, prefix_cache=False, num_blocks=17)
     launched: list[int] = []
     fill = engine.executor._fill
 
