@@ -1,8 +1,10 @@
 """Shared by all tests: compilations are cached between runs, and the suites can be imported."""
 
+import gc
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 
 TESTS = pathlib.Path(__file__).parent
 sys.path.insert(0, str(TESTS))  # tests/suites is imported as `suites`
@@ -22,6 +24,21 @@ def pytest_configure() -> None:
     cache = folder or str(pathlib.Path.home() / ".cache" / "paged_jax" / "test-compilations")
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+# Every compiled program maps some memory; a process may have 65,530 maps by default, and XLA crashes
+# when it gets no more.
+MAX_MAPS = 25_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs() -> Iterator[None]:
+    """Drop compiled programs after a module when the process has many."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

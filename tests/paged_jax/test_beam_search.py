@@ -250,7 +250,7 @@ def test_recomputed_again_and_again():
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 6])
 def test_cancel_gives_the_best_so_far(engine, num_steps):
-    prompts = random_prompts(8, [20, 5])
+    prompts = random_prompts(80 + num_steps, [20, 5])  # not cached
     params = beams(4, 9, n=3, stop_token_ids=ENDS, early_stopping="never")
     keep = engine.add_request(prompts[1], beams(2, n=2))
     victim = engine.add_request(prompts[0], params)

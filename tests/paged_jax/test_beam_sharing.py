@@ -38,10 +38,10 @@ def watch(engine: Engine) -> dict[str, int]:
     update, execute = engine.scheduler.update, engine.executor.execute
     counted = {"forks": 0, "losers": 0, "copies": 0}
 
-    def checked_update(plan, *values):
+    def checked_update(plan, *values, **options):
         before = outputs_and_tables(engine)
         engine.block_manager.begin_step()  # no copy of this step reads a block any more
-        result = update(plan, *values)
+        result = update(plan, *values, **options)
         after = outputs_and_tables(engine)
         parents = Counter(output[:-1] for output in after)
         assert all(table == before[output[:-1]] for output, table in after.items() if output)
@@ -98,11 +98,11 @@ def test_paper_figure_9():
     counted = watch(engine)
     update, seen = engine.scheduler.update, []
 
-    def look(plan, *values):
+    def look(plan, *values, **options):
         outputs = outputs_and_tables(engine)
         if {len(output) for output in outputs} == {3}:
             seen.append((outputs, count_references(engine)))
-        result = update(plan, *values)
+        result = update(plan, *values, **options)
         if seen and len(seen) == 1:
             seen.append((outputs_and_tables(engine), count_references(engine)))
         return result

@@ -114,7 +114,7 @@ def test_token_counts_live_exactly_while_a_request_uses_penalties(engine):
 
 
 def test_positions_and_padding_are_counted(engine):
-    engine.add_request([1] * 11, greedy(2))
+    engine.add_request(range(100, 111), greedy(2))  # not cached
     engine.stats.reset()
     drive(engine)
     # Two rows of 8 for 11 tokens, then one decode row: 16 + 1 positions, 5 of them padding.

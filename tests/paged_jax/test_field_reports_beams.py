@@ -99,7 +99,9 @@ def test_b80_beams_0_1_2_become_2_2_0():
     candidates = [Candidate(score - i, parent, 7 + i) for i, parent in enumerate((2, 2, 0))]
     update = engine.scheduler.update
     request = beams[0].request
-    engine.scheduler.update = lambda plan, tokens, _: update(plan, tokens, {request: candidates})
+    engine.scheduler.update = lambda plan, tokens, *_, **__: update(
+        plan, tokens, {request: candidates}
+    )
     _fill(engine, [manager.table_array(beam.seq_id)[1] for beam in beams])
     engine._collect()
     manager.begin_step()  # what the step before gave up is free now

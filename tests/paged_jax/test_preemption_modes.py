@@ -42,8 +42,9 @@ class ByteCache:
 
     inner: Any
 
-    def attend(self, layer: Any, q: Any, k: Any, v: Any) -> tuple[Any, ByteCache]:
-        out, inner = self.inner.attend(layer, q, k, jnp.floor(v / 2).at[..., 0].set(127))
+    def attend(self, layer: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, ByteCache]:
+        v = jnp.floor(v / 2).at[..., 0].set(127)
+        out, inner = self.inner.attend(layer, q, k, v, **options)
         return out, ByteCache(inner)
 
 
@@ -198,25 +199,27 @@ def test_many_random_mixes(policy, kv_dtype):
 @contextmanager
 def preempting(engine: Engine, request_id: str, when: Collection[int]) -> Iterator[list[int]]:
     """Preempt the latest request each time that it is about to compute one of these positions."""
-    scheduler = engine.scheduler
-    make_room, done = scheduler._make_room, []
+    scheduler, planner = engine.scheduler, type(engine.scheduler._planner)
+    make_room, done = planner._make_room, []
     group = scheduler._lineup.live[request_id]
 
-    def make_room_and_preempt(plan: Any, decoding: list, prefilling: list) -> bool:
+    def make_room_and_preempt(
+        self: Any, plan: Any, decoding: list, prefilling: list, is_in_flight: bool
+    ) -> bool:
         position = group.leader.num_computed if group.live else -1
         if position in when and position not in done and group in scheduler._lineup.running:
-            if scheduler._num_in_flight:
+            if is_in_flight:
                 return False
             done.append(position)
             for sequences in (decoding, prefilling):
                 sequences[:] = [s for s in sequences if s not in group.live]
             scheduler.preemptor.preempt(group, plan)
             scheduler._lineup.put_back(group)
-        return make_room(plan, decoding, prefilling)
+        return make_room(self, plan, decoding, prefilling, is_in_flight)
 
-    scheduler._make_room = make_room_and_preempt
+    planner._make_room = make_room_and_preempt
     yield done
-    scheduler._make_room = make_room
+    planner._make_room = make_room
 
 
 @pytest.fixture(scope="module", params=["recompute", "swap"])
@@ -318,13 +321,14 @@ def test_b42_chunks_of_a_prompt_that_is_swapped_out_between_them(num_chunks, ext
 
 @functools.cache
 def _chunked_swap_engine() -> Engine:
-    return make(preemption="swap", prefill_chunk_len=6)
+    return make(preemption="swap", prefill_chunk_len=6, prefix_cache=False)
 
 
 def test_the_number_of_programs_is_bounded_with_swapping():
     prompts = random_prompts(9, [9, 14, 11, 3])
     with count_compilations() as counted:
         small = {"num_blocks": 14, "max_num_seqs": 2, "max_num_batched_tokens": 8}
+        small["prefix_cache"] = False
         engine = make_engine(**small, preemption="swap", max_model_len=50)
         run_all(engine, prompts, greedy(24))
     assert engine.stats.num_swap_preemptions > 0

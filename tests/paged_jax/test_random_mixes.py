@@ -1,9 +1,9 @@
 """Everything at once: each request yields what it would alone, where nothing is shared or lost.
 
-Greedy, sampled, parallel and beam requests with common beginnings, in pools that are too small, with
-either kind of preemption, drafts, and cancels at random steps. "Alone" is an engine without prefix
-cache and drafts that has one request at a time, so that its pool never fills. Equality is exact: the model is an integer
-hash of all that it reads back through the pool.
+Greedy, sampled, parallel and beam requests with common beginnings, in pools that are too small,
+with either kind of preemption, drafts, and cancels at random steps. "Alone" is an engine without
+prefix cache and drafts that has one request at a time, so that its pool never fills. Equality is
+exact: the model is an integer hash of all that it reads back through the pool.
 """
 
 from __future__ import annotations

@@ -33,9 +33,13 @@ def window_engine(windows=WINDOWS, *, is_known: bool = True, **config) -> Engine
 
 
 def poison(engine: Engine) -> None:
-    """NaN in every block that nobody holds, the null block too."""
-    count = engine.block_manager.ref_count
-    free = [block for block in range(engine.num_blocks) if count(block) == 0]
+    """NaN in every block that nobody holds and that is not cached, the null block too."""
+    pool = engine.block_manager._pool
+    free = [
+        block
+        for block in range(engine.num_blocks)
+        if pool.ref_counts[block] == 0 and not pool.is_kept(block)
+    ]
     blocks = np.array(engine.executor.pool.blocks)
     blocks[:, free] = np.nan
     engine.executor.pool = KVPool(jax.device_put(blocks))

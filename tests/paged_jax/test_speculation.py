@@ -196,6 +196,7 @@ def test_rejected_slots_reach_nobody():
     prompts = tune_prompts(5, [13, 22])
     expected = run_all(plain, prompts, cold(25))
     manager, pool = speculating.block_manager, speculating.executor.pool
+    speculating.reset_prefix_cache()  # what idles in the cache is poisoned too
     ids = speculating.add_requests(prompts, cold(25))
     outputs, num_poisoned = {}, 0
     while speculating.has_unfinished:
@@ -212,6 +213,7 @@ def test_rejected_slots_reach_nobody():
         num_poisoned += np.isfinite(blocks[0, ~kept.any(axis=1)]).sum()
         poison = np.broadcast_to(~kept[None, :, None, None, :, None], blocks.shape)
         speculating.executor.pool = type(pool)(np.where(poison, np.float32(np.nan), blocks))
+    speculating.reset_prefix_cache()
     assert_same([outputs[request_id] for request_id in ids], expected)
     assert num_poisoned > 0
 
