@@ -217,6 +217,7 @@ def every_kind(seed: int) -> list[SamplingParams]:
     ]
 
 
+@pytest.mark.long
 def test_all_kinds_of_requests_in_one_step():
     engine = make_engine(max_num_seqs=20, num_blocks=200, max_num_batched_tokens=64)
     fill_pool(engine, np.nan)
@@ -378,6 +379,7 @@ def check_random_mix(requests: list, seed: int, chunk_len: int | None) -> None:
 SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
+@pytest.mark.long
 @settings(SETTINGS, max_examples=12)
 @given(requests=REQUESTS, seed=st.integers(0, 9), chunk_len=st.sampled_from(list(ENGINES)))
 def test_random_mixes_with_cancels_at_random_steps(requests, seed, chunk_len):

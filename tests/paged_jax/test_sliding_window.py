@@ -124,7 +124,7 @@ def hot(max_tokens: int, **fields) -> SamplingParams:
     return SamplingParams(temperature=4.0, max_tokens=max_tokens, **fields)
 
 
-@pytest.mark.parametrize("prompt_len", [3, 70])
+@pytest.mark.parametrize("prompt_len", [pytest.param(3, marks=pytest.mark.long), 70])
 def test_parallel_samples_equal_those_that_keep_their_blocks(prompt_len):
     """Beside others, preempted, in a pool for one of them; the other engine frees no block."""
     prompts = random_prompts(prompt_len, [prompt_len, 3, prompt_len])

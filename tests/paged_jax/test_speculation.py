@@ -128,6 +128,7 @@ def test_sampled_with_seeds_and_logprobs(fields):
     assert pair(MIDDLE)[0].stats.num_accepted_tokens > 5
 
 
+@pytest.mark.long
 def test_all_kinds_of_requests_together():
     """Those with penalties or before ``min_tokens`` take plain rows in the same steps."""
     prompts = tune_prompts(2, [19, 14, 16, 9, 25, 11])
@@ -323,6 +324,7 @@ def check_random_mix(requests: list, seed: int, favour: float) -> None:
 SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
+@pytest.mark.long
 @settings(SETTINGS, max_examples=20)
 @given(requests=REQUESTS, seed=st.integers(0, 9), favour=st.sampled_from([MIDDLE, 20]))
 def test_random_mixes_with_cancels_at_random_steps(requests, seed, favour):
