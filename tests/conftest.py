@@ -26,8 +26,8 @@ def pytest_configure() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-# Every compiled program maps some memory. A process may have 65,530 maps by default, and XLA crashes
-# where it gets no more.
+# Every compiled program maps some memory. A process may have 65,530 maps by default, and XLA
+# crashes where it gets no more.
 MAX_MAPS = 25_000
 
 
