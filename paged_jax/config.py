@@ -227,6 +227,12 @@ class EngineConfig:
             f"kv_dtype={self.kv_dtype!r} must be one of {', '.join(map(repr, KV_DTYPES))}",
         )
         self._check_preemption()
+        backends = (None, "mosaic", "triton", "xla", "reference")
+        require(
+            self.attention_backend in backends,
+            f"attention_backend={self.attention_backend!r} must be one of "
+            f"{', '.join(map(repr, backends))}",
+        )
         require(
             not self.kernel_interpreter or self.attention_backend in ("mosaic", "triton"),
             f"attention_backend={self.attention_backend!r} must be 'mosaic' or 'triton' with "

@@ -68,7 +68,7 @@ class Engine(EngineCore):
             params_list = [params or SamplingParams()] * len(prompt_list)
         else:
             require(
-                isinstance(params, Iterable),
+                isinstance(params, Iterable) and not isinstance(params, dict | str),
                 f"params={params!r} must be SamplingParams, a list of them, or None",
             )
             params_list = list(params)
@@ -202,15 +202,16 @@ class Engine(EngineCore):
           ValueError: it is no such pytree, requests are unfinished, or prefixes are registered.
         """
         self._check_alive()
-        require(
-            not self.has_unfinished,
-            f"set_params must wait until all requests have ended, {len(self._by_id)} live",
-        )
         shapes = [jax.tree.map(_shape_of, tree) for tree in (params, self.model.params)]
         require(
             shapes[0] == shapes[1],
             "params must have the tree, shapes and dtypes of the model's: "
             f"{reprlib.repr(shapes[0])} is not {reprlib.repr(shapes[1])}",
+        )
+        require(
+            not self.has_unfinished,
+            f"set_params must wait: {len(self._by_id)} requests live, {len(self._ready)} outputs "
+            "are not taken yet; step until has_unfinished is False",
         )
         self.reset_prefix_cache()
         self.model = dataclasses.replace(self.model, params=params)
@@ -229,6 +230,9 @@ class Engine(EngineCore):
         """Cancel requests whose outputs nobody will ask for."""
         for request_id in request_ids:
             self.cancel(request_id)
+        if not self._by_id and self._dead is None and not self._stepping.locked():
+            # Nobody may step any more: the step in flight is nobody's, and so are its blocks.
+            self._settle()
         self._ready = [output for output in self._ready if output.request_id not in request_ids]
 
 

@@ -158,9 +158,18 @@ class EngineCore:
             request_id is None or isinstance(request_id, str),
             f"request_id={request_id!r} must be a string or None",
         )
+        # An id whose last output nobody has taken yet would get that instead of its own.
+        waiting = {output.request_id for output in self._ready}
         if request_id is None:
             names = (f"request-{number}" for number in self._counter)
-            request_id = next(name for name in names if name not in self._by_id)
+            request_id = next(
+                name for name in names if name not in self._by_id and name not in waiting
+            )
+        require(
+            request_id not in waiting,
+            f"request_id={request_id!r} must be new: an output of the request that had it has not "
+            "been taken yet (step, run)",
+        )
         request = Request(
             request_id,
             token_ids,
@@ -252,6 +261,16 @@ class EngineCore:
         if self.config.debug_integrity:
             self.scheduler.check_integrity()
         return outputs
+
+    def _settle(self) -> None:
+        """With nothing alive: wait for the step in flight and give back all that it held."""
+        try:
+            self._ready += self._collect()
+            self.block_manager.begin_step()
+            self._zero_freed()
+        except BaseException as error:
+            self._dead = error
+            raise
 
     def _zero_freed(self) -> None:
         """With ``zero_on_free``: overwrite what became free, before any later use of it."""

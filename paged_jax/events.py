@@ -86,7 +86,7 @@ class EventLog:
         self._fill_seconds = 0.0
         self._file_number = 0
         try:
-            if self._path.exists():
+            if self._path.exists() and not (self._path.is_file() and not self._path.stat().st_size):
                 _require_record(self._path)
                 self._rename()
             self._start_file()
@@ -286,7 +286,9 @@ def _require_record(path: Path) -> dict[str, Any]:
             header = json.loads(file.readline(2**16))
         is_record = header["event"] == "file" and header["version"] == VERSION
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"path={str(path)!r} must be an event record ({error!r})") from error
+        raise ValueError(
+            f"path={str(path)!r} must be an event record, it is left as it is: {error}"
+        ) from error
     require(is_record, f"path={str(path)!r} must be an event record of version {VERSION}: {header}")
     return header
 

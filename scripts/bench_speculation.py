@@ -27,41 +27,7 @@ MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "tokens a request", lower_bo
 JSON_FILE = flags.DEFINE_string("json", None, "also write the figures to this file")
 flags.adopt_module_key_flags(cli)
 
-WORDS = (
-    "apples pencils candles carrots blankets hammers oranges saucers buckets lemons mirrors ropes "
-    "kettles onions pillows nails cherries lanterns spoons matches"
-)
-CODE = """def {name}(values):
-    total = 0
-    for value in values:
-        if value > {limit}:
-            total += value * {limit}
-    return total
-"""
 NEVER = NgramSpeculation(min_ngram_len=10**6, max_ngram_len=10**6)
-
-
-def copying_prompts(num_prompts: int) -> list[str]:
-    """Lists and functions, whole, and then begun once more."""
-    prompts = []
-    for number in range(num_prompts):
-        if number % 2:
-            code = CODE.format(name=f"sum_above_{number}", limit=number)
-            prompts.append(f"{code}\n{code}\n{code[:30]}")
-            continue
-        words = WORDS.split()
-        items = [words[(7 * number + 3 * place) % len(words)] for place in range(16)]
-        text = "".join(f"- {item}\n" for item in items)
-        prompts.append(
-            f"My list:\n{text}\nThe same list again:\n{text}\nAnd once more:\n- {items[0]}"
-        )
-    return prompts
-
-
-def prose_prompts(num_prompts: int) -> list[list[int]]:
-    """The shortest of the built-in requests."""
-    requests = sorted(workload.load(), key=lambda request: len(request.prompt_token_ids))
-    return [list(request.prompt_token_ids) for request in requests[:num_prompts]]
 
 
 def measure(

@@ -8,6 +8,19 @@ import json
 from typing import Any
 
 
+WORDS = (
+    "apples pencils candles carrots blankets hammers oranges saucers buckets lemons mirrors ropes "
+    "kettles onions pillows nails cherries lanterns spoons matches"
+)
+CODE = """def {name}(values):
+    total = 0
+    for value in values:
+        if value > {limit}:
+            total += value * {limit}
+    return total
+"""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """A prompt and how many tokens to generate, end tokens ignored.
@@ -48,6 +61,29 @@ def load_shared_prefix() -> SharedPrefix:
         for record in data["requests"]
     ]
     return SharedPrefix(prefix, requests)
+
+
+def copying_prompts(num_prompts: int) -> list[str]:
+    """Lists and functions, whole, and then begun once more."""
+    prompts = []
+    for number in range(num_prompts):
+        if number % 2:
+            code = CODE.format(name=f"sum_above_{number}", limit=number)
+            prompts.append(f"{code}\n{code}\n{code[:30]}")
+            continue
+        words = WORDS.split()
+        items = [words[(7 * number + 3 * place) % len(words)] for place in range(16)]
+        text = "".join(f"- {item}\n" for item in items)
+        prompts.append(
+            f"My list:\n{text}\nThe same list again:\n{text}\nAnd once more:\n- {items[0]}"
+        )
+    return prompts
+
+
+def prose_prompts(num_prompts: int) -> list[list[int]]:
+    """The shortest of the built-in requests."""
+    requests = sorted(load(), key=lambda request: len(request.prompt_token_ids))
+    return [list(request.prompt_token_ids) for request in requests[:num_prompts]]
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -224,7 +224,11 @@ class SamplingParams:
             f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}",
         )
         if self.best_of is not None:
-            clean["best_of"] = _int("best_of", self.best_of, clean["n"])
+            clean["best_of"] = _int("best_of", self.best_of, 1)
+            require(
+                clean["best_of"] >= clean["n"],
+                f"best_of={self.best_of} must be at least n={self.n}",
+            )
         require(
             clean["max_tokens"] != 0 or clean.get("best_of", clean["n"]) == 1,
             f"n={self.n} and best_of={self.best_of} must be 1 or None with max_tokens=0: nothing "

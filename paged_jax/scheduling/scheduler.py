@@ -146,7 +146,9 @@ class Scheduler:
         """
         other = self._lineup.live.get(request.request_id)
         if other is not None:
-            raise ValueError(f"request_id={request.request_id!r} must be new, it is live: {other}")
+            raise ValueError(
+                f"request_id={request.request_id!r} must be new: a live request has it"
+            )
         max_tokens = capped_max_tokens(
             request,
             max_num_seqs=self._max_num_seqs,

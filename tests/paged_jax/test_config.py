@@ -78,6 +78,7 @@ def test_spec_refuses_heads_that_do_not_divide():
             {"preemption": "swap", "preemption_costs": COSTS},
             "preemption='swap' must be 'auto' with preemption_costs",
         ),
+        ({"attention_backend": "cuda"}, "attention_backend='cuda' must be one of None, 'mosaic'"),
         ({"kernel_interpreter": 1}, "kernel_interpreter=1 must be True or False"),
         ({"speculation": 4}, "speculation=4 must be NgramSpeculation or None"),
         (

@@ -97,6 +97,39 @@ def test_made_ids_avoid_those_in_use(engine):
     assert len(drive(engine)) == 3
 
 
+def test_an_id_is_in_use_until_its_last_output_was_taken(engine):
+    """Else a new request would get the old one's output, and live on alone."""
+    prompts = random_prompts(80, [4, 6, 5])
+    first = engine.add_request([1], greedy(1))
+    number = int(first.removeprefix("request-"))
+    waiting = f"request-{number + 2}"
+    engine.add_request(prompts[0], greedy(2), request_id=waiting)
+    engine.generate(prompts[1], greedy(9))  # takes number + 1, and ends the others beside it
+    assert not engine._by_id
+    with pytest.raises(ValueError, match=f"request_id='{waiting}' must be new: an output"):
+        engine.add_request(prompts[2], greedy(3), request_id=waiting)
+    check_greedy(engine.generate(prompts[2:], greedy(4)), [greedy(4)])
+    assert set(drive(engine)) == {first, waiting}
+    engine.add_request(prompts[0], greedy(20), request_id="again")
+    engine.step()
+    engine.cancel("again")
+    with pytest.raises(ValueError, match="request_id='again' must be new: an output"):
+        engine.add_request(prompts[2], greedy(3), request_id="again")
+    engine.step()
+    engine.add_request(prompts[2], greedy(3), request_id="again")
+    check_greedy([drive(engine)["again"][-1]], [greedy(3)])
+
+
+def test_a_closed_stream_leaves_an_idle_engine(engine):
+    for params in (greedy(20), greedy(20, n=3)):
+        stream = engine.stream([[1, 2, 3], [4, 5]], params)
+        next(stream)
+        stream.close()
+        assert not engine.has_unfinished
+        assert_idle(engine)
+        assert engine.block_manager.stats().used == 0
+
+
 @pytest.mark.parametrize("num_steps", range(8))
 def test_cancel_in_every_state_frees_the_blocks_and_spares_the_others(engine, num_steps):
     prompts = random_prompts(num_steps, [40, 3, 20, 30, 5, 6])

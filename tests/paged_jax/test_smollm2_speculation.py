@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from paged_jax import Engine, EngineConfig, KVPool, NgramSpeculation, SamplingParams
-from paged_jax_scripts import bench_speculation
+from paged_jax_scripts import workload
 
 pytestmark = [pytest.mark.weights, pytest.mark.xdist_group("smollm2")]
 
@@ -27,8 +27,8 @@ def run(model, prompts, params, speculation):
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.long)])
 def test_the_tokens_are_equal_but_for_near_ties_and_steps_are_saved(smollm2, temperature):
     prompts = [
-        *map(smollm2.tokenizer.encode, bench_speculation.copying_prompts(2)),
-        *bench_speculation.prose_prompts(1),
+        *map(smollm2.tokenizer.encode, workload.copying_prompts(2)),
+        *workload.prose_prompts(1),
     ]
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=24, logprobs=2)
     plain, expected = run(smollm2, prompts, params, None)

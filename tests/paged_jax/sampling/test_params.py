@@ -120,7 +120,7 @@ def test_samples_and_their_ranking():
     assert SamplingParams(best_of=2).num_logprobs == 0
     assert SamplingParams(best_of=2, logprobs=4).num_logprobs == 4
     assert SamplingParams(n=2, best_of=2).num_logprobs is None
-    with pytest.raises(ValueError, match="best_of=2 must be an integer >= 3"):
+    with pytest.raises(ValueError, match="best_of=2 must be at least n=3"):
         SamplingParams(n=3, best_of=2)
     for fields in ({"n": 2}, {"best_of": 2}):
         with pytest.raises(ValueError, match=r"must be 1 or None with max_tokens=0: nothing"):

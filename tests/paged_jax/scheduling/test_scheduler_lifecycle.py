@@ -160,7 +160,7 @@ def test_b81_request_identity():
     server = SimulatedServer(num_blocks=20, block_size=4)
     first = server.add(make_request("x", 5, 6))
     server.step()
-    with pytest.raises(ValueError, match=r"request_id='x' must be new, it is live: Sequence"):
+    with pytest.raises(ValueError, match=r"request_id='x' must be new: a live request has it"):
         server.add(make_request("x", 5, 6))
     server.step()
     # Cancelled and reused in one step, with a token of the old one in flight.
