@@ -81,7 +81,10 @@ def main(argv: Sequence[str]) -> None:
     table = Table(title=f"{model.name}, {MAX_TOKENS.value} tokens a request", title_justify="left")
     for name in ("text", "batch", "engine", "tokens/s", "speedup", "accepted", "steps"):
         table.add_column(name, justify="left" if name in ("text", "engine") else "right")
-    for kind, make_prompts in (("copy", copying_prompts), ("prose", prose_prompts)):
+    for kind, make_prompts in (
+        ("copy", workload.copying_prompts),
+        ("prose", workload.prose_prompts),
+    ):
         for batch in map(int, BATCHES.value):
             figures = measure(
                 model,

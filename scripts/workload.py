@@ -7,7 +7,6 @@ import importlib.resources
 import json
 from typing import Any
 
-
 WORDS = (
     "apples pencils candles carrots blankets hammers oranges saucers buckets lemons mirrors ropes "
     "kettles onions pillows nails cherries lanterns spoons matches"

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from paged_jax_scripts.lengths import DATASETS, draw_requests
-from paged_jax_scripts.measure_sharing import (
+from paged_jax_scripts.sharing import (
     count_hit_tokens,
     parallel_saving,
     prefix_table,
