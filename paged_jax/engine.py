@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -137,7 +137,13 @@ class Engine(EngineCore):
             # An id may belong to another request by now: that one is not the stream's.
             self._discard({name for name in request_ids if self._by_id.get(name) is named[name]})
 
-        return OutputStream(named, step=self._step_for, discard=discard)
+        # An id may have belonged to another request, whose last output is not taken yet.
+        arrivals = {name: live.arrival_time for name, live in named.items() if live is not None}
+
+        def step(request_ids: set[str]) -> list[RequestOutput]:
+            return self._step_for(request_ids, arrivals)
+
+        return OutputStream(named, step=step, discard=discard)
 
     def register_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> PrefixHandle:
         """Compute a prefix and keep it resident (paper section 4.4), until ``unregister_prefix``.
@@ -217,12 +223,22 @@ class Engine(EngineCore):
         self.model = dataclasses.replace(self.model, params=params)
         self.executor.set_params(params)
 
-    def _step_for(self, request_ids: set[str]) -> list[RequestOutput]:
-        """Step until these requests have outputs, or none of them lives; keep the others'."""
+    def _step_for(
+        self, request_ids: set[str], arrivals: Mapping[str, float] | None = None
+    ) -> list[RequestOutput]:
+        """Step until these requests have outputs, or none of them lives; keep the others'.
+
+        ``arrivals`` tells requests of one id apart.
+        """
+
+        def is_wanted(output: RequestOutput) -> bool:
+            arrival = (arrivals or {}).get(output.request_id, output.arrival_time)
+            return output.request_id in request_ids and output.arrival_time == arrival
+
         while True:
             outputs = self.step()
-            self._ready = [out for out in outputs if out.request_id not in request_ids]
-            wanted = [out for out in outputs if out.request_id in request_ids]
+            self._ready = [output for output in outputs if not is_wanted(output)]
+            wanted = [output for output in outputs if is_wanted(output)]
             if wanted or not request_ids & self._by_id.keys():
                 return wanted
 

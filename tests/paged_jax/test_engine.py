@@ -97,8 +97,8 @@ def test_made_ids_avoid_those_in_use(engine):
     assert len(drive(engine)) == 3
 
 
-def test_an_id_is_in_use_until_its_last_output_was_taken(engine):
-    """Else a new request would get the old one's output, and live on alone."""
+def test_an_id_that_is_used_again_gives_its_own_outputs(engine):
+    """Not those of the request that had it before, which nobody has taken yet."""
     prompts = random_prompts(80, [4, 6, 5])
     first = engine.add_request([1], greedy(1))
     number = int(first.removeprefix("request-"))
@@ -106,18 +106,21 @@ def test_an_id_is_in_use_until_its_last_output_was_taken(engine):
     engine.add_request(prompts[0], greedy(2), request_id=waiting)
     engine.generate(prompts[1], greedy(9))  # takes number + 1, and ends the others beside it
     assert not engine._by_id
-    with pytest.raises(ValueError, match=f"request_id='{waiting}' must be new: an output"):
-        engine.add_request(prompts[2], greedy(3), request_id=waiting)
     check_greedy(engine.generate(prompts[2:], greedy(4)), [greedy(4)])
-    assert set(drive(engine)) == {first, waiting}
+    engine.add_request(prompts[2], greedy(3), request_id=waiting)
+    outputs = list(engine.run(waiting))
+    check_greedy(outputs[-1:], [greedy(3)])
+    assert {output.prompt_token_ids for output in outputs} == {tuple(prompts[2])}
+    old = engine.step()
+    assert {output.request_id for output in old} == {first, waiting}
+    assert (1, tuple(prompts[0])) == (sum(o.finished for o in old[1:]), old[-1].prompt_token_ids)
     engine.add_request(prompts[0], greedy(20), request_id="again")
     engine.step()
     engine.cancel("again")
-    with pytest.raises(ValueError, match="request_id='again' must be new: an output"):
-        engine.add_request(prompts[2], greedy(3), request_id="again")
-    engine.step()
     engine.add_request(prompts[2], greedy(3), request_id="again")
-    check_greedy([drive(engine)["again"][-1]], [greedy(3)])
+    outputs = list(engine.run("again"))
+    check_greedy(outputs[-1:], [greedy(3)])
+    assert {output.finish_reason for output in drive(engine)["again"]} == {"cancelled"}
 
 
 def test_a_closed_stream_leaves_an_idle_engine(engine):

@@ -134,7 +134,7 @@ def test_reset_and_new_weights_need_an_idle_engine_without_prefixes():
         engine.set_params({"salt": jnp.uint32(1)})
     engine.unregister_prefix(handle)
     request_id = engine.add_request([1, 2, 3], greedy())
-    with pytest.raises(ValueError, match="must wait until all requests have ended, 1 live"):
+    with pytest.raises(ValueError, match="must wait: 1 requests live, 0 outputs"):
         engine.set_params({"salt": jnp.uint32(1)})
     assert engine.cancel(request_id)
     drive(engine)
