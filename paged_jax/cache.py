@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from paged_jax.config import ModelSpec, require
-from paged_jax.pool import NULL_BLOCK, KVPool
+from paged_jax.pool import NULL_BLOCK, KVPool, run_pool_op
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention, plan_attention
 
@@ -201,11 +201,7 @@ class PagedKVCache:
                 interpret=self.interpret,
             )
 
-        try:
-            written = write(self.backend)
-        except NotImplementedError:  # the attention's backend has no such write
-            written = write(None)
-        return KVPool(written) if flat.scales is None else KVPool(*written)
+        return run_pool_op(write, self.backend, like=flat)
 
 
 @functools.partial(

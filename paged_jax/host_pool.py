@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from paged_jax.blocks.block_manager import BlockSwap
 from paged_jax.config import EngineConfig, require
-from paged_jax.pool import KVPool
+from paged_jax.pool import KVPool, run_pool_op
 from pallas_kernels.block_copy import block_gather, block_scatter
 
 # Bytes of the buffer that blocks travel in: device memory that swapping takes beside the pool.
@@ -135,7 +135,7 @@ def make_block_gather(
             options = {"backend": backend, "interpret": interpret}
             return block_gather(pool.blocks, ids, kv_scales=pool.scales, **options)
 
-        return _as_pool(_with_backend(run, backend), pool)
+        return run_pool_op(run, backend, like=pool)
 
     return jax.jit(gather)
 
@@ -151,7 +151,7 @@ def make_block_scatter(
             options = {"backend": backend, "interpret": interpret}
             return block_scatter(pool.blocks, ids, buffer.blocks, **scales, **options)
 
-        return _as_pool(_with_backend(run, backend), pool)
+        return run_pool_op(run, backend, like=pool)
 
     return jax.jit(scatter, donate_argnames=("pool",) if donate else ())
 
@@ -181,14 +181,3 @@ def resolve_num_host_blocks(config: EngineConfig, *, num_blocks: int, block_nbyt
         f"swap_bytes={config.swap_bytes} must hold two blocks of {block_nbytes} bytes",
     )
     return num_host_blocks
-
-
-def _with_backend(run: Callable[[str | None], Any], backend: str | None) -> Any:
-    try:
-        return run(backend)
-    except NotImplementedError:  # the attention's backend has no such move
-        return run(None)
-
-
-def _as_pool(moved: Any, like: KVPool) -> KVPool:
-    return KVPool(moved) if like.scales is None else KVPool(*moved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -204,3 +205,19 @@ def free_device_bytes() -> int:
         raise ValueError(
             f"memory_fraction: {device} does not report its free memory; use pool_bytes instead"
         ) from error
+
+
+def run_pool_op(run: Callable[[str | None], Any], backend: str | None, *, like: KVPool) -> KVPool:
+    """Run a write or a move of blocks; where the attention's backend has none, the best other one.
+
+    Args:
+      run: gets the backend's name, or None for the best one here; returns blocks, or the pair of
+        blocks and scales where ``like`` has scales.
+      backend: the one to use where it can.
+      like: a pool of the same dtype.
+    """
+    try:
+        result = run(backend)
+    except NotImplementedError:
+        result = run(None)
+    return KVPool(result) if like.scales is None else KVPool(*result)

@@ -20,7 +20,7 @@ from paged_jax.batch import BatchLayout, StepInputs, unpack
 from paged_jax.cache import PagedKVCache
 from paged_jax.config import require
 from paged_jax.model import ApplyFn
-from paged_jax.pool import KVPool
+from paged_jax.pool import KVPool, run_pool_op
 from paged_jax.row_state import RowState, record, record_run, start_rows
 from paged_jax.sampling.beam import BeamCandidates, beam_candidates
 from paged_jax.sampling.logprobs import TokenLogprobs, prompt_logprobs
@@ -224,10 +224,6 @@ def make_block_copy(
             options = {"backend": backend, "interpret": interpret}
             return block_copy(pool.blocks, src, dst, kv_scales=pool.scales, **options)
 
-        try:
-            copied = run(backend)
-        except NotImplementedError:  # the attention's backend has no such copy
-            copied = run(None)
-        return KVPool(copied) if pool.scales is None else KVPool(*copied)
+        return run_pool_op(run, backend, like=pool)
 
     return jax.jit(copy, donate_argnames=("pool",) if donate else ())
