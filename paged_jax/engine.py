@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -133,16 +134,17 @@ class Engine(EngineCore):
         require(not unknown, f"request_ids {unknown[:5]} are not in the engine")
         named = {name: self._by_id.get(name) for name in names}
 
+        def is_own(output: RequestOutput) -> bool:
+            # An id may have belonged to another request, whose last output is not taken yet.
+            live = named.get(output.request_id)
+            return live is None or output.arrival_time == live.arrival_time
+
         def discard(request_ids: set[str]) -> None:
             # An id may belong to another request by now: that one is not the stream's.
-            self._discard({name for name in request_ids if self._by_id.get(name) is named[name]})
+            mine = {name for name in request_ids if self._by_id.get(name) is named[name]}
+            self._discard(mine, is_own=is_own)
 
-        # An id may have belonged to another request, whose last output is not taken yet.
-        arrivals = {name: live.arrival_time for name, live in named.items() if live is not None}
-
-        def step(request_ids: set[str]) -> list[RequestOutput]:
-            return self._step_for(request_ids, arrivals)
-
+        step = functools.partial(self._step_for, is_own=is_own)
         return OutputStream(named, step=step, discard=discard)
 
     def register_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> PrefixHandle:
@@ -224,32 +226,34 @@ class Engine(EngineCore):
         self.executor.set_params(params)
 
     def _step_for(
-        self, request_ids: set[str], arrivals: Mapping[str, float] | None = None
+        self, request_ids: set[str], *, is_own: Callable[[RequestOutput], bool] = lambda _: True
     ) -> list[RequestOutput]:
         """Step until these requests have outputs, or none of them lives; keep the others'.
 
-        ``arrivals`` tells requests of one id apart.
+        ``is_own`` tells the outputs of requests with one id apart.
         """
-
-        def is_wanted(output: RequestOutput) -> bool:
-            arrival = (arrivals or {}).get(output.request_id, output.arrival_time)
-            return output.request_id in request_ids and output.arrival_time == arrival
-
         while True:
-            outputs = self.step()
-            self._ready = [output for output in outputs if not is_wanted(output)]
-            wanted = [output for output in outputs if is_wanted(output)]
+            wanted: list[RequestOutput] = []
+            for output in self.step():
+                is_wanted = output.request_id in request_ids and is_own(output)
+                (wanted if is_wanted else self._ready).append(output)
             if wanted or not request_ids & self._by_id.keys():
                 return wanted
 
-    def _discard(self, request_ids: set[str]) -> None:
+    def _discard(
+        self, request_ids: set[str], *, is_own: Callable[[RequestOutput], bool] = lambda _: True
+    ) -> None:
         """Cancel requests whose outputs nobody will ask for."""
         for request_id in request_ids:
             self.cancel(request_id)
         if not self._by_id and self._dead is None and not self._stepping.locked():
             # Nobody may step any more: the step in flight is nobody's, and so are its blocks.
             self._settle()
-        self._ready = [output for output in self._ready if output.request_id not in request_ids]
+        self._ready = [
+            output
+            for output in self._ready
+            if output.request_id not in request_ids or not is_own(output)
+        ]
 
 
 def _shape_of(leaf: Any) -> str:

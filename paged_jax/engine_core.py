@@ -10,6 +10,7 @@ import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -311,7 +312,7 @@ class EngineCore:
                 self._by_sequence[sequence].take_prompt_entry(position, entry)
         # A request that only scores its prompt ends without a token.
         changed = {row.sequence: None for row in plan.prefill_rows if row.sequence.is_finished}
-        changed |= self._collect_beams(plan, now)
+        changed |= self._collect_beams(result.candidates, now)
         changed |= dict.fromkeys(sequence for sequence, _ in updates)
         lives = dict.fromkeys(self._by_sequence[s] for s in changed if s in self._by_sequence)
         outputs = [live.output() for live in lives if live.has_output]
@@ -320,12 +321,12 @@ class EngineCore:
                 self._forget(live)
         return outputs
 
-    def _collect_beams(self, plan: Plan, now: float) -> dict[Sequence, None]:
-        """The first sequence of each beam search that ended with this step."""
-        lives = dict.fromkeys(self._by_sequence.get(row.sequence) for row in plan.sampling_rows)
+    def _collect_beams(self, searches: Iterable[Request], now: float) -> dict[Sequence, None]:
+        """The first sequence of each of these beam searches that ended with this step."""
         ended: dict[Sequence, None] = {}
-        for live in lives:
-            if live is None or live.beam is None:
+        for request in searches:
+            live = self._by_id.get(str(request.request_id))
+            if live is None or live.beam is None or live.sequence.request is not request:
                 continue
             live.note_token(now)
             if live.is_finished:

@@ -121,6 +121,16 @@ def test_an_id_that_is_used_again_gives_its_own_outputs(engine):
     outputs = list(engine.run("again"))
     check_greedy(outputs[-1:], [greedy(3)])
     assert {output.finish_reason for output in drive(engine)["again"]} == {"cancelled"}
+    # Nor does a stream that is closed take the other's last output with it.
+    engine.add_request(prompts[0], greedy(20), request_id="again")
+    engine.step()
+    engine.cancel("again")
+    engine.add_request(prompts[2], greedy(20), request_id="again")
+    stream = engine.run("again")
+    next(stream)
+    stream.close()
+    (old,) = engine.step()
+    assert (old.prompt_token_ids, old.finish_reason) == (tuple(prompts[0]), "cancelled")
 
 
 def test_a_closed_stream_leaves_an_idle_engine(engine):
