@@ -303,7 +303,7 @@ def beam_rows(rows: SequenceOf[PlanRow]) -> dict[Request, range]:
     found: dict[Request, range] = {}
     for index, row in enumerate(rows):
         request = row.sequence.request
-        if row.samples and request.params.beam_width is not None:
+        if row.samples and request.is_search:
             first = found[request].start if request in found else index
             found[request] = range(first, index + 1)
     return found

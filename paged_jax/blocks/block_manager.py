@@ -62,9 +62,7 @@ class BlockManager(BlockTables):
         """
         num_blocks = self.blocks_for(num_tokens)
         if prefix is not None:
-            self._cache.require_current(prefix)
-            idle = self._pool.idle
-            num_blocks -= sum(block not in idle for block in prefix.blocks)
+            num_blocks -= self.num_held_of(prefix)
         return num_blocks <= self.num_free
 
     def room_for_new(self, prefix: PrefixMatch | None = None) -> int:
@@ -75,9 +73,17 @@ class BlockManager(BlockTables):
         """
         if prefix is None:
             return self.num_free * self.block_size
+        num_blocks = self.num_free + self.num_held_of(prefix)
+        return max(num_blocks * self.block_size - prefix.num_tokens, 0)
+
+    def num_held_of(self, prefix: PrefixMatch) -> int:
+        """Full blocks of ``prefix`` that somebody holds: sharing them takes no free ones.
+
+        Raises:
+          ValueError: ``prefix`` is out of date.
+        """
         self._cache.require_current(prefix)
-        num_held = sum(block not in self._pool.idle for block in prefix.blocks)
-        return (self.num_free + num_held) * self.block_size - prefix.num_tokens
+        return sum(block not in self._pool.idle for block in prefix.blocks)
 
     def allocate(self, seq_id: int, *, num_tokens: int, prefix: PrefixMatch | None = None) -> bool:
         """Give a new sequence a table with room for ``num_tokens`` tokens; False when none is left.

@@ -49,8 +49,7 @@ class SequenceGroup:
             for i in range(request.num_samples)
         )
         self.live = list(self.sequences)
-        is_search = request.params.beam_width is not None
-        self.beam = BeamSearch(self.sequences) if is_search else None
+        self.beam = BeamSearch(self.sequences) if request.is_search else None
         self.needs_fork = len(self.active) > 1
         self.worst_case_blocks = 0
 

@@ -124,7 +124,7 @@ def _running_agrees(sequence: Sequence, num_held: int) -> bool:
     if num_held != sequence.num_computed:
         return False
     known = sequence.num_prompt + sequence.num_output
-    if sequence.request.params.beam_width is not None and sequence.num_output:
+    if sequence.request.is_search and sequence.num_output:
         known -= 1  # the last token is for the step in which all beams sample
     if sequence.num_computed < sequence.num_prefill:
         return sequence.num_pending == 0 and sequence.num_prefill == known

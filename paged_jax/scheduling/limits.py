@@ -42,7 +42,7 @@ def capped_max_tokens(
         raise ValueError(
             f"{name}: n={request.num_samples} sequences (n or best_of) must be at most "
             f"max_num_seqs={max_num_seqs}"
-            if request.params.beam_width is None
+            if not request.is_search
             else f"{name}: beam_width={request.num_samples} must be at most "
             f"max_num_seqs={max_num_seqs}"
         )

@@ -43,12 +43,6 @@ class Prefixes:
             return None
         return match
 
-    def num_held(self, match: PrefixMatch | None) -> int:
-        """Blocks of a match that somebody holds: sharing them takes no free ones."""
-        if match is None:
-            return 0
-        return sum(self._manager.ref_count(block) > 0 for block in match.blocks)
-
     def publish(self, plan: Plan) -> None:
         """Let others find the blocks that a step filled, which has returned.
 

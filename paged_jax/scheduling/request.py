@@ -33,6 +33,7 @@ class Request:
       num_cached_tokens: prompt tokens that were not computed, since they were cached when it
         started first.
       num_samples: sequences that answer it.
+      is_search: whether they are the beams of a beam search.
       pin_id: the block manager's name of the resident prompt, None before it is computed.
       stop_ids: token ids that end it: its stop tokens and, unless ignored, the end tokens.
     """
@@ -41,6 +42,7 @@ class Request:
         "arrival",
         "eos_token_ids",
         "is_prefix",
+        "is_search",
         "namespace",
         "num_cached_tokens",
         "num_samples",
@@ -74,5 +76,6 @@ class Request:
         self.num_cached_tokens = 0
         self.pin_id: int | None = None
         self.num_samples = params.num_samples
+        self.is_search = params.beam_width is not None
         ends = () if params.ignore_eos else self.eos_token_ids
         self.stop_ids = frozenset(params.stop_token_ids or ()).union(ends)

@@ -19,6 +19,8 @@ from paged_jax.scheduling.sequence import FinishReason, Sequence, SequenceStatus
 from paged_jax.scheduling.speculation import Drafter, Speculation
 from paged_jax.scheduling.step_planner import StepPlanner
 
+TakeToken = Callable[[Sequence, int], str | None]
+
 
 class Scheduler:
     """Decides what each step computes; owns the waiting line, the running set and state slots.
@@ -33,7 +35,8 @@ class Scheduler:
     Full blocks are published in the prefix cache once their step has returned; whoever starts, new
     or resumed, looks its known tokens up there and computes only the others.
 
-    Each step costs O(1) for each running sequence, and nothing for pool blocks or waiting requests.
+    Each step costs O(1) for each running sequence, and nothing for pool blocks or for those who
+    wait, but for the first of them: where sequences and tokens are left, its prompt is looked up.
 
     Args:
       block_manager: the tables, used by this scheduler alone.
@@ -103,7 +106,6 @@ class Scheduler:
                 max_num_batched_tokens, self.max_prefill_rows, prefill_row_len, chunk_len
             ),
         )
-        self._prefixes = Prefixes(block_manager, is_automatic=prefix_cache)
         self._num_added = 0
         self._num_sequences = 0
         self._num_steps = 0
@@ -144,8 +146,7 @@ class Scheduler:
             request wants more sequences than ``max_num_seqs``, or a live request has the same id;
             or it is a prefix to stay that would leave too little room.
         """
-        other = self._lineup.live.get(request.request_id)
-        if other is not None:
+        if request.request_id in self._lineup.live:
             raise ValueError(
                 f"request_id={request.request_id!r} must be new: a live request has it"
             )
@@ -232,7 +233,7 @@ class Scheduler:
         sampled_token_ids: SequenceOf[int],
         candidates: Mapping[Request, SequenceOf[Candidate]] | None = None,
         *,
-        take_token: Callable[[Sequence, int], str | None] | None = None,
+        take_token: TakeToken | None = None,
     ) -> list[tuple[Sequence, int]]:
         """Take a step's tokens, in the order of ``plan.sampling_rows``; finish who is done.
 
@@ -281,30 +282,36 @@ class Scheduler:
             if sequence.status is SequenceStatus.FINISHED:
                 continue
             sequence.num_pending -= row.num_sampled
-            if sequence.request.params.beam_width is not None:
+            if sequence.request.is_search:
                 searching[self._lineup.group_of(sequence)] = None
                 continue
             if self.speculation is not None and row.drafts:
                 tokens = self.speculation.keep_accepted(row, tokens, self._manager)
-            for token in tokens:
-                emitted.append((sequence, token))
-                self._emit(sequence, token)
-                stop = None if take_token is None else take_token(sequence, token)
-                if stop is not None:
-                    self.finish(sequence, "stop", stop)
-                if sequence.is_finished:
-                    break
+            emitted += self._emit(sequence, tokens, take_token)
         for group in searching:
             self._advance(group, (candidates or {})[group.request])
         return emitted
 
-    def _emit(self, sequence: Sequence, token: int) -> None:
-        sequence.output_token_ids.append(token)
-        num_output, request = len(sequence.output_token_ids), sequence.request
-        if token in request.stop_ids and num_output > request.params.min_tokens:
-            self.finish(sequence, "stop", token)
-        elif num_output >= sequence.max_tokens:
-            self.finish(sequence, "length")
+    def _emit(
+        self, sequence: Sequence, tokens: SequenceOf[int], take_token: TakeToken | None
+    ) -> list[tuple[Sequence, int]]:
+        """Append tokens up to the one that ends the sequence, if one does; returns those."""
+        emitted: list[tuple[Sequence, int]] = []
+        request = sequence.request
+        for token in tokens:
+            sequence.output_token_ids.append(token)
+            emitted.append((sequence, token))
+            num_output = len(sequence.output_token_ids)
+            if token in request.stop_ids and num_output > request.params.min_tokens:
+                self.finish(sequence, "stop", token)
+            elif num_output >= sequence.max_tokens:
+                self.finish(sequence, "length")
+            stop = None if take_token is None else take_token(sequence, token)
+            if stop is not None:
+                self.finish(sequence, "stop", stop)
+            if sequence.is_finished:
+                break
+        return emitted
 
     def check_integrity(self) -> None:
         """Prove that queues, state slots, tables and counters agree (the block manager's too).

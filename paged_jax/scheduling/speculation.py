@@ -114,9 +114,8 @@ def can_speculate(sequence: Sequence, position: int) -> bool:
     Penalties look at counts, which the device keeps for the accepted tokens only, and before
     ``min_tokens`` the end tokens are banned, position by position.
     """
-    params = sequence.request.params
-    is_beam = params.beam_width is not None
-    return not (is_beam or params.needs_penalties) and position >= params.min_tokens
+    request, params = sequence.request, sequence.request.params
+    return not (request.is_search or params.needs_penalties) and position >= params.min_tokens
 
 
 def num_accepted(drafts: SequenceOf[int], token_ids: SequenceOf[int]) -> int:

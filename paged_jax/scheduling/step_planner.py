@@ -153,7 +153,7 @@ class StepPlanner:
         for sequence in decoding:
             copies = append(sequence.seq_id)
             assert copies is not None, "room was made before"
-            is_new = from_host or sequence.request.params.beam_width is not None
+            is_new = from_host or sequence.request.is_search
             rows.append(PlanRow(sequence, sequence.num_computed, 1, True, is_new))
             sequence.num_computed += 1
             sequence.num_pending += 1
@@ -171,35 +171,35 @@ class StepPlanner:
             if group is None:
                 return
             is_swapped = self._preemptor.is_swapped(group)
+            has_budget = budget.num_tokens > 0 and budget.num_rows > 0
+            if len(group.live) > len(lineup.free_slots) or not (is_swapped or has_budget):
+                return
             prefix = None if is_swapped else self._prefixes.lookup(group)
-            if not self._can_start(group, debt, prefix):
+            if not self._fits_beside(group, debt, prefix):
                 return
             if is_swapped:
                 self._resume(plan, group)
-            elif budget.num_tokens and budget.num_rows:
-                self._start(group, prefix)
             else:
-                return
+                self._start(group, prefix)
             plan.admitted.extend(group.live)
             for sequence in group.with_tables:
                 if sequence.num_computed < sequence.num_prefill:
                     plan_chunk(plan, group, sequence, budget, manager, prefix=prefix)
                     debt += blocks_owed(group, sequence, manager)
 
-    def _can_start(self, group: SequenceGroup, debt: int, prefix: PrefixMatch | None) -> bool:
+    def _fits_beside(self, group: SequenceGroup, debt: int, prefix: PrefixMatch | None) -> bool:
         """Whether all known tokens fit beside the prompts in progress, which ``debt`` blocks.
 
         What is shared with others, by ``prefix``, is there already.
         """
-        manager, lineup, num_live = self._manager, self._lineup, len(group.live)
-        if num_live > len(lineup.free_slots):
-            return False
+        manager, lineup = self._manager, self._lineup
         worst_case = group.max_blocks(manager.block_size)
         if self._preemptor.is_swapped(group):
             num_blocks = self._preemptor.num_blocks_to_resume(group)
         else:
             num_blocks = group.known_blocks(manager.block_size)
-        num_new = min(num_blocks + num_live, worst_case) - self._prefixes.num_held(prefix)
+        num_held = 0 if prefix is None else manager.num_held_of(prefix)
+        num_new = min(num_blocks + len(group.live), worst_case) - num_held
         if num_new + debt > manager.num_free:
             return False
         can_be_preempted = group.num_preemptions < _MAX_OPTIMISTIC_PREEMPTIONS

@@ -276,7 +276,7 @@ class SimulatedServer:
             assert sum(row.num_new for row in mine) <= self._max_chunk_len
             assert not any(row.samples for row in mine[:-1])
             ends = mine[-1].start + mine[-1].num_new == sequence.num_prefill
-            is_beam = sequence.request.params.beam_width is not None
+            is_beam = sequence.request.is_search
             resumes = is_beam and sequence.num_output > 0
             assert mine[-1].samples == (ends and sequence.max_tokens > 0 and not resumes)
         sampling = {row.sequence.request for row in rows if row.samples}

@@ -93,7 +93,7 @@ class SlotExecutor:
         tokens = []
         searches: dict[Request, list[np.ndarray]] = {}
         for row, context in zip(plan.rows, contexts, strict=True):
-            if row.samples and row.sequence.request.params.beam_width is not None:
+            if row.samples and row.sequence.request.is_search:
                 seen = context[-(self._window or len(context)) :]
                 searches.setdefault(row.sequence.request, []).append(sums_after(row, seen))
                 tokens.append(EMPTY)
@@ -132,11 +132,11 @@ class SlotExecutor:
 
     def _write(self, row: PlanRow, *, is_decode: bool) -> list[tuple[int, int]]:
         sequence, stop = row.sequence, row.start + row.num_new
-        if sequence.request.params.beam_width is not None:
+        is_beam = sequence.request.is_search
+        if is_beam:
             # A place for beams: whose tokens it holds is the host's to say.
             self._streams[sequence] = list(sequence.output_token_ids)
         stream = self._streams.setdefault(sequence, [])
-        is_beam = sequence.request.params.beam_width is not None
         assert row.from_host or not (is_beam and is_decode)
         is_new = self._last_tokens[sequence.state_slot] is None
         if row.from_host:

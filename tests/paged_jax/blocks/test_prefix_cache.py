@@ -300,3 +300,20 @@ class TestIntegrity:
         manager._num_table_tokens -= 2
         with pytest.raises(RuntimeError, match="somebody wrote to a cached block"):
             manager.check_integrity()
+
+
+def test_room_for_a_new_sequence_beside_what_it_shares():
+    """As many tokens as ``allocate`` then gives, not one more; none where a copy has no room."""
+    manager = BlockManager(num_blocks=6, block_size=4)
+    run_prompt(manager, 0, list(range(12)))
+    prompt = [*range(9), 99, 98]
+    match = manager.lookup(HERE, prompt)
+    assert (match.num_tokens, manager.num_held_of(match)) == (9, 2)
+    assert manager.room_for_new(match) == 4 * 4 - 9
+    assert manager.room_for_new() == 2 * 4
+    assert not manager.can_allocate(17, prefix=match)
+    assert manager.allocate(1, num_tokens=16, prefix=match)
+    manager.begin_step()
+    match = manager.lookup(HERE, prompt)
+    assert (manager.num_free, match.num_tokens) == (0, 9)
+    assert manager.room_for_new(match) == 0
