@@ -13,6 +13,7 @@ EVENT_LOG_BYTES = 64 * 2**20
 EVENT_LOG_FILES = 8
 Scheduling = Literal["fcfs", "priority"]
 SCHEDULINGS: tuple[Scheduling, ...] = ("fcfs", "priority")
+ATTENTION_BACKENDS = (None, "mosaic", "triton", "xla", "reference")
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 
 
@@ -25,6 +26,10 @@ def require(condition: bool, message: str) -> None:
 def _require_int(name: str, value: Any, minimum: int) -> None:
     is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     require(is_int and int(value) >= minimum, f"{name}={value!r} must be an integer >= {minimum}")
+
+
+def _require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    require(value in choices, f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,17 +227,9 @@ class EngineConfig:
         sizes = ("num_blocks", "pool_bytes", "memory_fraction")
         given = [name for name in sizes if getattr(self, name) is not None]
         require(len(given) <= 1, f"size the pool in one way, not by {' and '.join(given)}")
-        require(
-            self.kv_dtype in KV_DTYPES,
-            f"kv_dtype={self.kv_dtype!r} must be one of {', '.join(map(repr, KV_DTYPES))}",
-        )
+        _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         self._check_preemption()
-        backends = (None, "mosaic", "triton", "xla", "reference")
-        require(
-            self.attention_backend in backends,
-            f"attention_backend={self.attention_backend!r} must be one of "
-            f"{', '.join(map(repr, backends))}",
-        )
+        _require_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         require(
             not self.kernel_interpreter or self.attention_backend in ("mosaic", "triton"),
             f"attention_backend={self.attention_backend!r} must be 'mosaic' or 'triton' with "
@@ -240,11 +237,8 @@ class EngineConfig:
         )
 
     def _check_preemption(self) -> None:
-        for name, choices in (("preemption", PREEMPTION_MODES), ("scheduling", SCHEDULINGS)):
-            value = getattr(self, name)
-            require(
-                value in choices, f"{name}={value!r} must be one of {', '.join(map(repr, choices))}"
-            )
+        _require_choice("preemption", self.preemption, PREEMPTION_MODES)
+        _require_choice("scheduling", self.scheduling, SCHEDULINGS)
         sizes = [n for n in ("num_host_blocks", "swap_bytes") if getattr(self, n) is not None]
         require(len(sizes) <= 1, f"size the host pool in one way, not by {' and '.join(sizes)}")
         require(

@@ -252,9 +252,10 @@ class JaxExecutor:
 
     def _load_penalties(self, plan: Plan) -> None:
         """Keep token counts exactly while some request of the plan uses penalties."""
-        if not plan.rows:  # a step that only swaps: whoever decodes next still needs its counts
+        rows = plan.rows
+        if not rows:  # a step that only swaps: whoever decodes next still needs its counts
             return
-        if not any(row.sequence.request.params.needs_penalties for row in plan.rows):
+        if not any(row.sequence.request.params.needs_penalties for row in rows):
             self.state = without_penalties(self.state)
             return
         if self.state.output_counts is None:

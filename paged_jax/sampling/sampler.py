@@ -80,7 +80,7 @@ def sample(
     slots: Int32[Array, " B"],
     *,
     flags: SamplerFlags,
-    offsets: Int32[Array, " B"] | None = None,
+    offsets: Int32[Array, " B"] | int = 0,
 ) -> SampleResult:
     """Sample one token a row; ``record`` in row_state then appends it.
 
@@ -91,7 +91,7 @@ def sample(
       slots: the rows' entries in ``state``; R for padding rows.
       flags: static.
       offsets: how far after the state's next output position each row's token stands, where a
-        sequence samples several at once; None: 0.
+        sequence samples several at once.
 
     Raises:
       ValueError: the flags ask for penalties and the state holds no counts.
@@ -102,10 +102,7 @@ def sample(
     if flags.greedy_only:
         tokens = first_argmax(adjusted)
     else:
-        positions = (
-            state.output_len[slots] if offsets is None else state.output_len[slots] + offsets
-        )
-        keys = position_keys(state.base_key[slots], positions)
+        keys = position_keys(state.base_key[slots], state.output_len[slots] + offsets)
         tokens = draw(adjusted, inputs, keys)
     # XLA's CPU maximum loses NaN, so it is looked for by itself.
     best = jnp.max(logits, axis=1)
