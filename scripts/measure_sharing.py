@@ -16,9 +16,10 @@ from pathlib import Path
 from absl import flags
 from rich.console import Console
 
-from paged_jax_scripts import cli, lengths
+from paged_jax.simulation import lengths
+from paged_jax.simulation.traces import TraceRequest, read_trace
+from paged_jax_scripts import cli
 from paged_jax_scripts.sharing import parallel_saving, prefix_table, saving_table
-from paged_jax_scripts.traces import TraceRequest, read_trace
 
 _WHAT = flags.DEFINE_enum("what", "parallel", ["parallel", "prefix", "fit"], "what to measure")
 _TRACE = flags.DEFINE_multi_string(

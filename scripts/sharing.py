@@ -10,8 +10,8 @@ from rich.table import Table
 from paged_jax.blocks.block_manager import BlockManager
 from paged_jax.blocks.namespace import Namespace
 from paged_jax.blocks.prefix_cache import PrefixStats
-from paged_jax_scripts import lengths
-from paged_jax_scripts.traces import TraceRequest
+from paged_jax.simulation import lengths
+from paged_jax.simulation.traces import TraceRequest
 
 _STATS_EVERY = 8  # steps
 _WARM_UP = 4  # requests started for each that runs, before the first look: all start young

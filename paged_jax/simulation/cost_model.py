@@ -20,43 +20,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from paged_jax.simulation.assumptions import CostConstants
 from paged_jax.simulation.machines import Server
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CostConstants:
-    """What a data sheet does not tell.
-
-    Attributes:
-      bandwidth_efficiency: share of the peak memory bandwidth that is reached.
-      flops_efficiency: share of the peak operations a second that is reached.
-      link_efficiency: share of the peak link bandwidth that is reached.
-      reduce_latency: seconds of an all-reduce of nothing.
-      overhead: seconds a step, whatever it does.
-      row_overhead: seconds a sampled token.
-      host_bandwidth: bytes a second between device and host, for swapping.
-      swap_latency: seconds a block moved, each way.
-
-    Raises:
-      ValueError: a value is negative, or an efficiency or a bandwidth 0.
-    """
-
-    bandwidth_efficiency: float = 0.8
-    flops_efficiency: float = 0.55
-    link_efficiency: float = 0.7
-    reduce_latency: float = 15e-6
-    overhead: float = 8e-3
-    row_overhead: float = 0.3e-3
-    host_bandwidth: float = 25e9
-    swap_latency: float = 10e-6
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            least_is_open = field.name.endswith(("efficiency", "bandwidth"))
-            if value < 0 or (least_is_open and value == 0):
-                sign = ">" if least_is_open else ">="
-                raise ValueError(f"{field.name}={value!r} must be {sign} 0")
 
 
 class RowWork(NamedTuple):

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from paged_jax_scripts.lengths import DATASETS, draw_requests
+from paged_jax.simulation.lengths import DATASETS, draw_requests
+from paged_jax.simulation.traces import TraceRequest, read_trace
 from paged_jax_scripts.sharing import (
     count_hit_tokens,
     parallel_saving,
@@ -11,7 +12,6 @@ from paged_jax_scripts.sharing import (
     replay_prefixes,
     saving_table,
 )
-from paged_jax_scripts.traces import TraceRequest, read_trace
 
 TRACE = Path(__file__).parents[1] / "data" / "prefix_trace.csv"
 

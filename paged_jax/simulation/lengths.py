@@ -7,18 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paged_jax_scripts.traces import TraceRequest
+from paged_jax.simulation.assumptions import (
+    MAX_PROMPT,
+    MAX_TOTAL,
+    MIN_LEN,
+    OUTPUT_SPREAD,
+    PROMPT_SPREAD,
+)
+from paged_jax.simulation.traces import TraceRequest
 
-# Standard deviations of the lengths' logarithms (``fit_spread``) in the first turns of 2,656
-# ShareGPT conversations: OpenChat's ShareGPT lengths as published with Sarathi-Serve, Llama-2
-# tokens, the first half of them. `measure_sharing.py --what=fit --trace=FILE` prints them.
-PROMPT_SPREAD = 1.1935
-OUTPUT_SPREAD = 0.9876
-
-# What that trace was filtered by, and the paper's requests: OPT-13B has 2,048 positions.
-MIN_LEN = 4  # tokens of a prompt, and of an output
-MAX_PROMPT = 1024  # tokens
-MAX_TOTAL = 2048  # tokens, prompt and output
+__all__ = ["DATASETS", "MAX_PROMPT", "MAX_TOTAL", "MIN_LEN", "Dataset", "draw_requests"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

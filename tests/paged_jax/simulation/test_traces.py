@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from paged_jax_scripts.traces import TraceRequest, read_trace
+from paged_jax.simulation.traces import TraceRequest, read_trace
 
-TRACE = Path(__file__).parents[1] / "data" / "prefix_trace.csv"
+TRACE = Path(__file__).parents[2] / "data" / "prefix_trace.csv"
 
 
 def test_lengths_and_ids():

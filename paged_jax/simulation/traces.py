@@ -18,11 +18,13 @@ class TraceRequest:
       num_output: output tokens.
       prefix_ids: one id a prompt block, the partly filled last one too; equal ids are equal blocks
         after equal beginnings. Empty where the trace has none.
+      arrival: seconds from the trace's beginning.
     """
 
     num_prompt: int
     num_output: int
     prefix_ids: tuple[int, ...] = ()
+    arrival: float = 0.0
 
     def token_ids(self, block_size: int) -> list[int]:
         """A prompt in which each id stands for ``block_size`` tokens that no other id has."""

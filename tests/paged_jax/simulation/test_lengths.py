@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from paged_jax_scripts.lengths import DATASETS, MAX_PROMPT, MAX_TOTAL, draw_requests, fit_spread
+from paged_jax.simulation.lengths import DATASETS, MAX_PROMPT, MAX_TOTAL, draw_requests, fit_spread
 
 
 @pytest.mark.parametrize("dataset", DATASETS.values(), ids=[*DATASETS])

@@ -1,0 +1,75 @@
+"""Every number of the experiments that the paper does not give: chosen once, before any comparison.
+
+All figures use these, and docs/experiments.md shows what each result becomes with every one of them
+at half and at double.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+# Standard deviations of the lengths' logarithms (``lengths.fit_spread``) in the first turns of
+# 2,656 ShareGPT conversations: OpenChat's ShareGPT lengths as published with Sarathi-Serve, Llama-2
+# tokens, the first half of them. `measure_sharing.py --what=fit --trace=FILE` prints them.
+PROMPT_SPREAD = 1.1935
+OUTPUT_SPREAD = 0.9876
+
+# What that trace was filtered by, and the paper's requests: OPT-13B has 2,048 positions.
+MIN_LEN = 4  # tokens of a prompt, and of an output
+MAX_PROMPT = 1024  # tokens
+MAX_TOTAL = 2048  # tokens, prompt and output
+
+# Latency at which a request rate still counts as sustained: five tokens a second, a fast reader.
+# Of the paper's curves (Figs. 12, 14, 16, 17) only the text's ratios are known.
+MAX_NORMALIZED_LATENCY = 0.2  # seconds a token
+
+# Translation (Fig. 16): sentences of news in English, and in German, LLaMA tokens.
+TRANSLATION_PROMPT_MEAN = 30.0
+TRANSLATION_OUTPUT_MEAN = 42.0
+TRANSLATION_SPREAD = 0.5  # sigma of both logarithms
+
+# Chats (Fig. 17): questions and answers have the lengths of ShareGPT, each prompt is the end of the
+# whole history. Mean of a geometric distribution, as of the conversations of that trace.
+CHAT_MEAN_TURNS = 5.4
+CHAT_MAX_PROMPT = 1024  # tokens of history and question that are kept (paper 6.5)
+CHAT_MAX_OUTPUT = 1024  # tokens
+
+# Scheduler limits of all policies, those of vLLM 0.1.
+MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 2560
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostConstants:
+    """What a data sheet does not tell.
+
+    Attributes:
+      bandwidth_efficiency: share of the peak memory bandwidth that is reached.
+      flops_efficiency: share of the peak operations a second that is reached.
+      link_efficiency: share of the peak link bandwidth that is reached.
+      reduce_latency: seconds of an all-reduce of nothing.
+      overhead: seconds a step, whatever it does.
+      row_overhead: seconds a sampled token.
+      host_bandwidth: bytes a second between device and host, for swapping.
+      swap_latency: seconds a block moved, each way.
+
+    Raises:
+      ValueError: a value is negative, or an efficiency or a bandwidth 0.
+    """
+
+    bandwidth_efficiency: float = 0.8
+    flops_efficiency: float = 0.55
+    link_efficiency: float = 0.7
+    reduce_latency: float = 15e-6
+    overhead: float = 8e-3
+    row_overhead: float = 0.3e-3
+    host_bandwidth: float = 25e9
+    swap_latency: float = 10e-6
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least_is_open = field.name.endswith(("efficiency", "bandwidth"))
+            if value < 0 or (least_is_open and value == 0):
+                sign = ">" if least_is_open else ">="
+                raise ValueError(f"{field.name}={value!r} must be {sign} 0")
