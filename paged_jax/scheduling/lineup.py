@@ -59,6 +59,11 @@ class Lineup:
         return min(heads, key=rank, default=None)
 
     @property
+    def num_running(self) -> int:
+        """Sequences that have a state slot."""
+        return self._num_slots - len(self.free_slots)
+
+    @property
     def latest(self) -> SequenceGroup:
         """The running group that is preempted first."""
         return self.running.last

@@ -16,10 +16,6 @@ from paged_jax.scheduling.sequence import Sequence
 from paged_jax.scheduling.speculation import Speculation
 from paged_jax.scheduling.window import drop_past_window
 
-# A request preempted this often comes back only when it can stay: no request thrashes.
-_MAX_OPTIMISTIC_PREEMPTIONS = 2
-
-
 class StepPlanner:
     """Fills a step in this order: decode rows, prompts in progress, who was preempted, who is new.
 
@@ -200,10 +196,11 @@ class StepPlanner:
             num_blocks = group.known_blocks(manager.block_size)
         num_held = 0 if prefix is None else manager.num_held_of(prefix)
         num_new = min(num_blocks + len(group.live), worst_case) - num_held
-        if not manager.can_admit(group.demand, num_blocks=num_new + debt):
-            return False
-        can_be_preempted = group.num_preemptions < _MAX_OPTIMISTIC_PREEMPTIONS
-        return can_be_preempted or lineup.worst_case_blocks + worst_case <= manager.num_usable
+        if lineup.worst_case_blocks + worst_case > manager.num_usable:
+            # No request thrashes: each preemption doubles what must be left for all who run to grow
+            # by, until it can stay for good.
+            num_new += ((1 << group.num_preemptions) - 1) * (lineup.num_running + len(group.live))
+        return manager.can_admit(group.demand, num_blocks=num_new + debt)
 
     def _start(self, group: SequenceGroup, prefix: PrefixMatch | None) -> None:
         if prefix and group.num_preemptions == 0:
