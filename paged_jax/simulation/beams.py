@@ -30,9 +30,7 @@ class BeamModel:
 
     __slots__ = ("_draws", "_order", "_width")
 
-    def __init__(
-        self, *, width: int, seed: int, concentration: float = BEAM_CONCENTRATION
-    ) -> None:
+    def __init__(self, *, width: int, seed: int, concentration: float = BEAM_CONCENTRATION) -> None:
         rng = np.random.default_rng(seed)
         # Log space: shares far down the stick would round to 0.
         shares = rng.beta(1, concentration, (_NUM_DRAWS, max(_NUM_STICKS, width)))

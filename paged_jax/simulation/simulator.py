@@ -94,8 +94,7 @@ class _Run:
             self._manager,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            # A row a prompt: its attention reads the context once.
-            prefill_row_len=settings.max_num_batched_tokens,
+            prefill_row_len=settings.prefill_row_len,
             max_model_len=max_model_len,
             preemptor=_make_preemptor(self._manager, server, settings),
             prefix_cache=settings.prefix_cache,
@@ -200,11 +199,7 @@ class _Run:
         """Note what a step that begins computes and holds."""
         self._num_steps += 1
         self._busy_seconds += seconds
-        if self._settings.num_sequences == 1:
-            num_requests = len(plan.prefill_rows) + len(plan.decode_rows)
-        else:
-            num_requests = len({row.sequence.request for row in plan.rows})
-        self._meter.add_batch(seconds, num_requests=num_requests)
+        self._meter.add_batch(seconds, num_requests=self._num_batched(plan))
         self._unseen_seconds += seconds
         if self._num_steps % MEMORY_STEPS == 1:
             self._meter.add_use(self._unseen_seconds, _memory_use(self._manager))
@@ -217,6 +212,11 @@ class _Run:
                 num_preempted = sum(len(one.sequences) for one in plan.preemptions)
                 counts = blocks.used, blocks.filled, len(plan.copies), num_preempted
                 self._steps.append(StepUse(*counts))
+
+    def _num_batched(self, plan: Plan) -> int:
+        if self._settings.num_sequences > 1:
+            return len({row.sequence.request for row in plan.rows})
+        return len(plan.decode_rows) + len({row.sequence for row in plan.prefill_rows})
 
     def _collect(self) -> None:
         """Take the tokens of the step in flight, if there is one."""
