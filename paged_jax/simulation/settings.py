@@ -62,7 +62,7 @@ class SimulationSettings:
     shared_prefix_len: int = 0
     preemption: PreemptionMode = "recompute"
     num_host_blocks: int = 0
-    constants: CostConstants = CostConstants()
+    constants: CostConstants = dataclasses.field(default_factory=CostConstants)
     seed: int = 0
     event_log: str | os.PathLike[str] | None = None
     hides_lengths: bool = True
