@@ -79,7 +79,9 @@ def test_each_step_uses_the_pool_alike(policy):
     assert (sum(step.num_preemptions for step in run.steps) > 0) == (policy == "paged")
 
 
-@pytest.mark.parametrize(("policy", "num_samples"), [("paged", 2), ("paged", 3), ("orca_oracle", 2)])
+@pytest.mark.parametrize(
+    ("policy", "num_samples"), [("paged", 2), ("paged", 3), ("orca_oracle", 2)]
+)
 def test_parallel_samples_too(policy, num_samples):
     requests = draw(2, 10, longest=9)
     run = EngineRun(make_engine(reservation=policy, prefix_cache=False))
