@@ -1,8 +1,9 @@
-"""The cost model against the real engine on the CPU: fitted to half of a run's steps, then compared.
+"""The cost model against the real engine: fitted to half of a run's steps, compared with the rest.
 
-Each step is waited for before the next is planned, so that a step's time is its own, the host's part
-included. Figures are fitted to every second step, and predictions of the others printed beside what
-was measured; then the whole run is simulated with those figures, requests arriving when they did.
+Each step is waited for before the next is planned, so that a step's time is its own, the host's
+part included. Figures are fitted to every second step, and predictions of the others printed beside
+what was measured; then the whole run is simulated with those figures, requests arriving when they
+did.
 """
 
 from __future__ import annotations
@@ -86,6 +87,17 @@ class TimedRun:
         return handle
 
 
+def fitting(requests: Sequence[workload.Request], engine: Engine) -> list[workload.Request]:
+    """The requests, in a small vocabulary and with shorter outputs and prompts if need be."""
+    vocab_size, longest = engine.model.spec.vocab_size, engine.max_model_len
+    cut: list[workload.Request] = []
+    for request in requests:
+        num_output = min(request.max_tokens, longest // 2)
+        tokens = request.prompt_token_ids[: longest - num_output]
+        cut.append(workload.Request([token % vocab_size for token in tokens], num_output))
+    return cut
+
+
 def geometry_of(engine: Engine) -> Geometry:
     """What the cost model needs of the engine's model."""
     spec, leaves = engine.model.spec, jax.tree.leaves(engine.model.params)
@@ -130,11 +142,7 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(f"unexpected arguments {argv[1:]}")
     console = Console()
     engine = cli.make_engine(cli.load_model(), prefix_cache=False)
-    vocab_size = engine.model.spec.vocab_size
-    requests = [
-        workload.Request([token % vocab_size for token in one.prompt_token_ids], one.max_tokens)
-        for one in workload.load()[: NUM_REQUESTS.value]
-    ]
+    requests = fitting(workload.load()[: NUM_REQUESTS.value], engine)
     gaps = np.random.default_rng(SEED.value).exponential(STEPS_APART.value, len(requests))
     arrival_steps = np.cumsum(gaps).astype(int).tolist()
     run = TimedRun(engine)

@@ -5,7 +5,9 @@ import json
 
 def test_it_prints_predicted_beside_measured(run_program, tmp_path):
     path = tmp_path / "figures.json"
-    done = run_program("calibrate", "--num_requests=3", f"--json={path}")
+    done = run_program(
+        "calibrate", "--num_requests=3", "--max_num_batched_tokens=32", f"--json={path}"
+    )
     assert done.returncode == 0, done.stderr
     assert "steps kept aside: median error" in done.stdout
     figures = json.loads(path.read_text(encoding="utf-8"))

@@ -1,6 +1,7 @@
 """The random beams: their order, and that sharing saves what it saved on a real model."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ MEASURED_BEAMS = {2: 41.4, 4: 60.3, 6: 67.4}
 MEASURED_SAMPLES = {2: 27.6, 4: 41.0, 6: 46.4}
 
 
-def saved_percent(**settings: int) -> float:
+def saved_percent(**settings: Any) -> float:
     requests = [TraceRequest(num_prompt, 64) for num_prompt in PROMPT_LENS]
     result = simulate(PAPER_OPT_13B, requests, settings=SimulationSettings(**settings))
     return 100 * result.summary().memory.saved

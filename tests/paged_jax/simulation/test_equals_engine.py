@@ -7,6 +7,7 @@ on how long steps take. Lengths are told beforehand on both sides: no model ends
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from suites.engine_runs import STANDARD, make_engine, random_prompts
@@ -18,7 +19,7 @@ from paged_jax.scheduling.plan import Plan
 from paged_jax.simulation import simulator
 from paged_jax.simulation.machines import PAPER_OPT_13B
 from paged_jax.simulation.results import StepUse
-from paged_jax.simulation.simulator import SimulationSettings, simulate
+from paged_jax.simulation.simulator import Policy, SimulationSettings, simulate
 from paged_jax.simulation.traces import TraceRequest
 
 GEOMETRY = {name: value for name, value in STANDARD.items() if name != "debug_integrity"}
@@ -33,7 +34,7 @@ class EngineRun:
         self._engine = engine
         self._execute, engine.executor.execute = engine.executor.execute, self._noting
 
-    def run(self, requests: list[TraceRequest], **params: int) -> None:
+    def run(self, requests: list[TraceRequest], **params: Any) -> None:
         prompts = random_prompts(0, [request.num_prompt for request in requests])
         wanted = [
             SamplingParams(
@@ -65,7 +66,9 @@ def draw(seed: int, num_requests: int, *, longest: int) -> list[TraceRequest]:
     return [TraceRequest(*pair) for pair in lens]
 
 
-def simulated(requests: list[TraceRequest], policy="paged", **settings) -> list[StepUse]:
+def simulated(
+    requests: list[TraceRequest], policy: Policy = "paged", **settings: Any
+) -> list[StepUse]:
     wanted = SimulationSettings(**GEOMETRY, hides_lengths=False, traces_steps=True, **settings)
     return simulate(PAPER_OPT_13B, requests, policy=policy, settings=wanted).steps
 

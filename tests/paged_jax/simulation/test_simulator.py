@@ -8,11 +8,11 @@ import pytest
 from paged_jax.events import read_events
 from paged_jax.simulation.cost_model import CostModel, RowWork
 from paged_jax.simulation.machines import PAPER_OPT_13B
-from paged_jax.simulation.simulator import SimulationSettings, simulate
+from paged_jax.simulation.simulator import Policy, SimulationSettings, simulate
 from paged_jax.simulation.traces import TraceRequest
 
 SMALL = SimulationSettings(num_blocks=21, max_model_len=160, max_num_seqs=8, traces_steps=True)
-POLICIES = ["paged", "orca_max", "orca_pow2", "orca_oracle"]
+POLICIES: list[Policy] = ["paged", "orca_max", "orca_pow2", "orca_oracle"]
 
 
 def draw(num_requests: int, *, seed: int = 0) -> list[TraceRequest]:
