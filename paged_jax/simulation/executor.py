@@ -99,11 +99,7 @@ class SimulatedExecutor:
 
     def execute(self, plan: Plan) -> SimulatedHandle:
         """Begin a step as soon as the one before it is done."""
-        work = _prompt_work(plan.prefill_rows)
-        work += [RowWork(1, row.start + 1) for row in plan.decode_rows]
-        work += [RowWork(row.num_new, row.start + row.num_new) for row in plan.verify_rows]
-        num_sampled = sum(row.samples for row in plan.prefill_rows) + len(plan.branch_rows)
-        num_sampled += len(plan.decode_rows) + sum(row.num_sampled for row in plan.verify_rows)
+        work, num_sampled = step_work(plan)
         seconds = self._cost_model.step_time(
             work,
             num_sampled=num_sampled,
@@ -156,6 +152,16 @@ class SimulatedExecutor:
         end = row.start + row.num_new
         positions = range(end - len(row.drafts), end + 1)
         return [STOP_TOKEN if p == last else sequence.sample_index + 2 for p in positions]
+
+
+def step_work(plan: Plan) -> tuple[list[RowWork], int]:
+    """What a plan computes, and how many tokens it samples."""
+    work = _prompt_work(plan.prefill_rows)
+    work += [RowWork(1, row.start + 1) for row in plan.decode_rows]
+    work += [RowWork(row.num_new, row.start + row.num_new) for row in plan.verify_rows]
+    num_sampled = sum(row.samples for row in plan.prefill_rows) + len(plan.branch_rows)
+    num_sampled += len(plan.decode_rows) + sum(row.num_sampled for row in plan.verify_rows)
+    return work, num_sampled
 
 
 def _prompt_work(rows: SequenceOf[PlanRow]) -> list[RowWork]:

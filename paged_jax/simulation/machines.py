@@ -59,7 +59,7 @@ H200 = Gpu(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What of a model decides memory and time; 16-bit weights and cache.
+    """What of a model decides memory and time.
 
     Attributes:
       name: of the model.
@@ -69,6 +69,7 @@ class Geometry:
       num_kv_heads: K.
       head_dim: D.
       max_position: longest context in tokens.
+      bytes_per_value: of weights and cache.
     """
 
     name: str
@@ -78,11 +79,12 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     max_position: int
+    bytes_per_value: int = 2
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of all weights."""
-        return 2 * self.num_params
+        return self.bytes_per_value * self.num_params
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -91,7 +93,7 @@ class Geometry:
         >>> OPT_13B.kv_bytes_per_token  # the paper's 800 KB, section 3
         819200
         """
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 2
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_value
 
 
 OPT_13B = Geometry(
