@@ -16,6 +16,7 @@ from paged_jax.scheduling.sequence import Sequence
 from paged_jax.scheduling.speculation import Speculation
 from paged_jax.scheduling.window import drop_past_window
 
+
 class StepPlanner:
     """Fills a step in this order: decode rows, prompts in progress, who was preempted, who is new.
 
