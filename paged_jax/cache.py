@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pallas_kernels.paged_attention.work import Work
 
 ScoreFn = Callable[..., Array]
+# Positions that dense attention reads at a time: their keys and values stay in a fast cache.
+DENSE_SLICE = 256
 
 
 class KVCache(Protocol):
@@ -264,18 +266,16 @@ class DenseKVCache:
         rows = jnp.arange(batch_size)[:, None]
         new_kv = jnp.stack([k, v], axis=2).astype(self.kv.dtype)  # [B, T, 2, K, D]
         kv = self.kv.at[layer, rows, :, :, target].set(new_kv, mode="drop")
-        out = dense_attention(
-            q, kv[layer], self.starts + self.q_lens, self.q_lens, positions, **options
-        )
+        out = dense_attention(q, kv, layer, self.starts, self.q_lens, **options)
         return out, dataclasses.replace(self, kv=kv)
 
 
 def dense_attention(
     q: Float[Array, "B T H D"],
-    kv: Float[Array, "B 2 K C D"],
-    kv_lens: Int[Array, "B"],
+    kv: Float[Array, "L B 2 K C D"],
+    layer: Int[Array, ""] | int,
+    starts: Int[Array, "B"],
     q_lens: Int[Array, "B"],
-    positions: Int[Array, "B T"],
     *,
     scale: float | None = None,
     window: Int[Array, ""] | int | None = None,
@@ -283,16 +283,17 @@ def dense_attention(
     sinks: Float[Array, "H"] | None = None,
     score_fn: ScoreFn | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Causal attention over a contiguous cache, all positions at once (the plain softmax).
+    """Causal attention of one layer of a contiguous cache, read in slices of positions.
 
-    Independent of the paged op on purpose: the two are compared with each other.
+    A whole layer would be copied before it is read, and positions that no row has reached would be
+    computed. Independent of the paged op on purpose: the two are compared with each other.
 
     Args:
       q: queries.
-      kv: keys (index 0 of the second axis) and values of one layer.
-      kv_lens: valid positions a row, this step's tokens included.
+      kv: keys (index 0 of the third axis) and values of all layers, the new ones included.
+      layer: the layer, traced or not.
+      starts: position of each row's first query.
       q_lens: real queries a row.
-      positions: position of each query.
       scale: see ``KVCache.attend``, as for the rest.
       window: likewise.
       soft_cap: likewise.
@@ -302,43 +303,55 @@ def dense_attention(
     Returns:
       Outputs in q's dtype; zeros at padding.
     """
-    num_rows, num_new, num_heads, head_dim = q.shape
-    num_kv_heads, capacity = kv.shape[2:4]
-    factor = head_dim**-0.5 if scale is None else scale
-    grouped = q.astype(kv.dtype).reshape(num_rows, num_new, num_kv_heads, -1, head_dim)
+    B, T, H, D = q.shape
+    K, C = kv.shape[3:5]
+    G, width = H // K, min(DENSE_SLICE, C)
+    factor = D**-0.5 if scale is None else scale
     # Batch axes first: XLA on CPU multiplies 16-bit operands into float32 in this order only.
-    grouped = grouped.transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
-    k_pos = jnp.arange(capacity, dtype=jnp.int32)
-    is_written = k_pos < kv_lens[:, None]  # [B, C]
-    values = jnp.where(is_written[:, None, :, None], kv[:, 1], 0)  # [B, K, C, D]
-    scores = jnp.einsum("bkgtd,bkcd->bkgtc", grouped, kv[:, 0], preferred_element_type=jnp.float32)
-    scores = scores * factor
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    if score_fn is not None:
-        rows = jnp.arange(num_rows)[:, None, None, None, None]
-        heads = jnp.arange(num_heads).reshape(1, num_kv_heads, -1, 1, 1)
-        q_pos = positions[:, None, None, :, None]
-        scores = score_fn(scores, rows, heads, q_pos, k_pos)
-    seen = is_written[:, None] & (k_pos <= positions[..., None])  # [B, T, C]
-    if window is not None:
-        seen &= k_pos > positions[..., None] - window
-    seen &= (jnp.arange(num_new) < q_lens[:, None])[..., None]
-    seen = seen[:, None, None]  # [B, 1, 1, T, C]
-    top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
-    sink = None
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1, 1)
-        top = jnp.maximum(top, sink)
-    top = jnp.where(jnp.isfinite(top), top, 0.0)
-    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores, 0.0) - top), 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    if sink is not None:
-        total = total + jnp.exp(sink - top)
-    weights = weights / jnp.where(total > 0, total, 1.0)
-    out = jnp.einsum(
-        "bkgtc,bkcd->bkgtd", weights.astype(kv.dtype), values, preferred_element_type=jnp.float32
-    )
-    out = out.transpose(0, 3, 1, 2, 4)  # [B, T, K, G, D]
-    is_query = (jnp.arange(num_new) < q_lens[:, None])[:, :, None, None]
-    return jnp.where(is_query, out.reshape(q.shape), 0).astype(q.dtype)
+    grouped = q.astype(kv.dtype).reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
+    kv_lens = jnp.where(q_lens > 0, starts + q_lens, 0)
+    positions = starts[:, None] + jnp.arange(T, dtype=jnp.int32)  # [B, T]
+    is_query = jnp.arange(T) < q_lens[:, None]  # [B, T]
+    rows, heads = jnp.arange(B).reshape(B, 1, 1, 1, 1), jnp.arange(H).reshape(1, K, G, 1, 1)
+
+    def attend(index: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, out = sums
+        # The last slice ends at C: what it shares with the one before was seen there.
+        begin = jnp.minimum(index * width, C - width)
+        k_pos = begin + jnp.arange(width, dtype=jnp.int32)
+        is_written = (k_pos < kv_lens[:, None]) & (k_pos >= index * width)  # [B, width]
+        part = jax.lax.dynamic_slice(kv, (layer, 0, 0, 0, begin, 0), (1, B, 2, K, width, D))[0]
+        scores = factor * jnp.einsum(
+            "bkgtd,bkcd->bkgtc", grouped, part[:, 0], preferred_element_type=jnp.float32
+        )
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        if score_fn is not None:
+            scores = score_fn(scores, rows, heads, positions[:, None, None, :, None], k_pos)
+        seen = is_written[:, None] & (k_pos <= positions[..., None]) & is_query[..., None]
+        if window is not None:
+            seen &= k_pos > positions[..., None] - window
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)  # seen: [B, T, width]
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+        shift = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
+        weights, decay = jnp.exp(scores - shift[..., None]), jnp.exp(top - shift)
+        values = jnp.where(is_written[:, None, :, None], part[:, 1], 0)
+        new = jnp.einsum(
+            "bkgtc,bkcd->bkgtd",
+            weights.astype(kv.dtype),
+            values,
+            preferred_element_type=jnp.float32,
+        )
+        return new_top, total * decay + jnp.sum(weights, axis=-1), out * decay[..., None] + new
+
+    if sinks is None:
+        top, total = jnp.full((B, K, G, T), -jnp.inf), jnp.zeros((B, K, G, T))
+    else:
+        top = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, K, G, 1), (B, K, G, T))
+        total = jnp.ones((B, K, G, T))
+    num_slices = -(-jnp.max(kv_lens) // width)
+    start = (top, total, jnp.zeros((B, K, G, T, D)))
+    _, total, out = jax.lax.fori_loop(0, num_slices, attend, start)
+    out = out / jnp.where(total > 0, total, 1.0)[..., None]
+    out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    return jnp.where(is_query[:, :, None, None], out, 0).astype(q.dtype)
