@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from paged_jax.config import ModelSpec, require
+from paged_jax.dense_attention import Queries, dense_attention
 from paged_jax.pool import NULL_BLOCK, KVPool, run_pool_op
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention, plan_attention
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from pallas_kernels.paged_attention.work import Work
 
 ScoreFn = Callable[..., Array]
-# Positions that dense attention reads at a time: their keys and values stay in a fast cache.
-DENSE_SLICE = 256
 
 
 class KVCache(Protocol):
@@ -207,21 +206,26 @@ class PagedKVCache:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["kv", "starts", "q_lens"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["kv", "starts", "q_lens", "regions"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class DenseKVCache:
-    """The contiguous baseline: one region of C positions a row, reserved whole.
+    """The contiguous baseline: regions of C positions, reserved whole.
 
     Attributes:
-      kv: ``[L, B, 2, K, C, D]``, head-major like the pool's blocks.
+      kv: ``[L, N, 2, K, C, D]``, N regions, head-major like the pool's blocks.
       starts: position of each row's first new token (its length before this step).
       q_lens: this step's new tokens a row; 0 marks a padding row.
+      regions: the region of each row; where T is 1, no two rows have the same. None: row b has
+        region b.
     """
 
-    kv: Float[Array, "L B 2 K C D"]
+    kv: Float[Array, "L N 2 K C D"]
     starts: Int[Array, "B"]
     q_lens: Int[Array, "B"]
+    regions: Int[Array, "B"] | None = None
 
     @classmethod
     def create(
@@ -244,6 +248,11 @@ class DenseKVCache:
         return dataclasses.replace(self, starts=starts, q_lens=q_lens)
 
     @property
+    def pool(self) -> KVPool:
+        """The regions as long blocks: the layouts are the same."""
+        return KVPool(self.kv)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole cache."""
         return self.kv.size * self.kv.dtype.itemsize
@@ -258,100 +267,28 @@ class DenseKVCache:
     ) -> tuple[Float[Array, "B T H D"], DenseKVCache]:
         """See ``KVCache.attend``."""
         batch_size, num_new = q.shape[:2]
-        capacity = self.kv.shape[4]
+        num_regions, capacity = self.kv.shape[1], self.kv.shape[4]
+        rows = jnp.arange(batch_size, dtype=jnp.int32)
         offsets = jnp.arange(num_new, dtype=jnp.int32)
         positions = self.starts[:, None] + offsets  # [B, T]
         # Padding goes one past the end and is dropped; -1 would wrap to the last slot.
         target = jnp.where(offsets < self.q_lens[:, None], positions, capacity)
-        rows = jnp.arange(batch_size)[:, None]
+        regions = rows if self.regions is None else self.regions
+        regions = jnp.where(self.q_lens > 0, regions, num_regions)
         new_kv = jnp.stack([k, v], axis=2).astype(self.kv.dtype)  # [B, T, 2, K, D]
-        kv = self.kv.at[layer, rows, :, :, target].set(new_kv, mode="drop")
-        out = dense_attention(q, kv, layer, self.starts, self.q_lens, **options)
-        return out, dataclasses.replace(self, kv=kv)
-
-
-def dense_attention(
-    q: Float[Array, "B T H D"],
-    kv: Float[Array, "L B 2 K C D"],
-    layer: Int[Array, ""] | int,
-    starts: Int[Array, "B"],
-    q_lens: Int[Array, "B"],
-    *,
-    scale: float | None = None,
-    window: Int[Array, ""] | int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, "H"] | None = None,
-    score_fn: ScoreFn | None = None,
-) -> Float[Array, "B T H D"]:
-    """Causal attention of one layer of a contiguous cache, read in slices of positions.
-
-    A whole layer would be copied before it is read, and positions that no row has reached would be
-    computed. Independent of the paged op on purpose: the two are compared with each other.
-
-    Args:
-      q: queries.
-      kv: keys (index 0 of the third axis) and values of all layers, the new ones included.
-      layer: the layer, traced or not.
-      starts: position of each row's first query.
-      q_lens: real queries a row.
-      scale: see ``KVCache.attend``, as for the rest.
-      window: likewise.
-      soft_cap: likewise.
-      sinks: likewise.
-      score_fn: likewise.
-
-    Returns:
-      Outputs in q's dtype; zeros at padding.
-    """
-    B, T, H, D = q.shape
-    K, C = kv.shape[3:5]
-    G, width = H // K, min(DENSE_SLICE, C)
-    factor = D**-0.5 if scale is None else scale
-    # Batch axes first: XLA on CPU multiplies 16-bit operands into float32 in this order only.
-    grouped = q.astype(kv.dtype).reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
-    kv_lens = jnp.where(q_lens > 0, starts + q_lens, 0)
-    positions = starts[:, None] + jnp.arange(T, dtype=jnp.int32)  # [B, T]
-    is_query = jnp.arange(T) < q_lens[:, None]  # [B, T]
-    rows, heads = jnp.arange(B).reshape(B, 1, 1, 1, 1), jnp.arange(H).reshape(1, K, G, 1, 1)
-
-    def attend(index: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, out = sums
-        # The last slice ends at C: what it shares with the one before was seen there.
-        begin = jnp.minimum(index * width, C - width)
-        k_pos = begin + jnp.arange(width, dtype=jnp.int32)
-        is_written = (k_pos < kv_lens[:, None]) & (k_pos >= index * width)  # [B, width]
-        part = jax.lax.dynamic_slice(kv, (layer, 0, 0, 0, begin, 0), (1, B, 2, K, width, D))[0]
-        scores = factor * jnp.einsum(
-            "bkgtd,bkcd->bkgtc", grouped, part[:, 0], preferred_element_type=jnp.float32
+        kv = self.kv.at[layer, regions[:, None], :, :, target].set(new_kv, mode="drop")
+        cache = dataclasses.replace(self, kv=kv)
+        arrays = Queries(q, self.starts, self.q_lens, rows)
+        if self.regions is None:
+            return dense_attention(arrays, kv, layer, **options), cache
+        if num_new > 1:
+            return dense_attention(arrays, kv, layer, regions=regions, **options), cache
+        # One query a region is moved to its region sooner than the regions are gathered for them.
+        arrays = jax.tree.map(
+            lambda x: (
+                jnp.zeros((num_regions, *x.shape[1:]), x.dtype).at[regions].set(x, mode="drop")
+            ),
+            arrays,
         )
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        if score_fn is not None:
-            scores = score_fn(scores, rows, heads, positions[:, None, None, :, None], k_pos)
-        seen = is_written[:, None] & (k_pos <= positions[..., None]) & is_query[..., None]
-        if window is not None:
-            seen &= k_pos > positions[..., None] - window
-        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)  # seen: [B, T, width]
-        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-        shift = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
-        weights, decay = jnp.exp(scores - shift[..., None]), jnp.exp(top - shift)
-        values = jnp.where(is_written[:, None, :, None], part[:, 1], 0)
-        new = jnp.einsum(
-            "bkgtc,bkcd->bkgtd",
-            weights.astype(kv.dtype),
-            values,
-            preferred_element_type=jnp.float32,
-        )
-        return new_top, total * decay + jnp.sum(weights, axis=-1), out * decay[..., None] + new
-
-    if sinks is None:
-        top, total = jnp.full((B, K, G, T), -jnp.inf), jnp.zeros((B, K, G, T))
-    else:
-        top = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, K, G, 1), (B, K, G, T))
-        total = jnp.ones((B, K, G, T))
-    num_slices = -(-jnp.max(kv_lens) // width)
-    start = (top, total, jnp.zeros((B, K, G, T, D)))
-    _, total, out = jax.lax.fori_loop(0, num_slices, attend, start)
-    out = out / jnp.where(total > 0, total, 1.0)[..., None]
-    out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
-    return jnp.where(is_query[:, :, None, None], out, 0).astype(q.dtype)
+        out = dense_attention(arrays, kv, layer, **options)
+        return out.at[regions].get(mode="fill", fill_value=0), cache

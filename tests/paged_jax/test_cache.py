@@ -80,7 +80,7 @@ def test_dense_attention_is_the_same_in_slices(options, monkeypatch):
         kv[:, row, :, :, start:] = np.nan
     outs = []
     for width in (CAPACITY, 5, 1):
-        monkeypatch.setattr("paged_jax.cache.DENSE_SLICE", width)
+        monkeypatch.setattr("paged_jax.dense_attention.DENSE_SLICE", width)
         cache = DenseKVCache(jnp.asarray(kv), jnp.asarray(starts), jnp.asarray(q_lens))
         outs.append(cache.attend(1, q, k, v, **options)[0])
     np.testing.assert_allclose(outs[1], outs[0], atol=2e-6)
