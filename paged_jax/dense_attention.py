@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Positions that dense attention reads at a time: their keys and values stay in a fast cache.
+# Positions that dense attention reads at a time at most: their keys and values stay in a fast cache.
 DENSE_SLICE = 256
 
 
@@ -56,7 +56,7 @@ def dense_attention(
     q, starts, q_lens, rows = queries
     B, T, H, D = q.shape
     K, C = kv.shape[3:5]
-    G, width = H // K, min(DENSE_SLICE, C)
+    G, width = H // K, -(-C // -(-C // DENSE_SLICE))  # as equal as can be
     factor = D**-0.5 if scale is None else scale
     # Batch axes first: XLA on CPU multiplies 16-bit operands into float32 in this order only.
     grouped = q.astype(kv.dtype).reshape(B, T, K, G, D).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
