@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Positions that dense attention reads at a time at most: their keys and values stay in a fast cache.
+# Most positions that are read at a time: their keys and values stay in a fast cache.
 DENSE_SLICE = 256
 
 
