@@ -23,9 +23,9 @@ from paged_jax_scripts.engine_comparison import Contender, run_in_turns
 
 RUNS = flags.DEFINE_integer("runs", 3, "counted runs, after one that compiles", lower_bound=1)
 NUM_REQUESTS = flags.DEFINE_integer("num_requests", 32, "of the 32 built-in ones", lower_bound=1)
-NUM_ROWS = flags.DEFINE_integer("num_rows", 8, "rows of the dense cache", lower_bound=1)
-MAX_PAGED_ROWS = flags.DEFINE_integer(
-    "max_paged_rows", 32, "most rows of the paged engine at equal memory", lower_bound=1
+MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 8, "rows of the dense cache", lower_bound=1)
+PAGED_MAX_NUM_SEQS = flags.DEFINE_integer(
+    "paged_max_num_seqs", 32, "most rows of the paged engine at equal memory", lower_bound=1
 )
 MAX_MODEL_LEN = flags.DEFINE_integer(
     "max_model_len", None, "positions of a dense row; None: what the longest request needs"
@@ -42,15 +42,15 @@ def make_contenders(
     requests: Sequence[workload.Request],
     *,
     dtype: str,
-    num_rows: int,
-    max_paged_rows: int,
+    max_num_seqs: int,
+    paged_max_num_seqs: int,
     max_model_len: int | None,
     block_size: int,
 ) -> dict[str, Contender]:
     """The dense engine and two paged ones, whose pools have the bytes of the dense cache."""
     longest = max(len(request.prompt_token_ids) + request.max_tokens for request in requests)
     length = longest if max_model_len is None else max_model_len
-    dense = DenseEngine(model, max_num_seqs=num_rows, max_model_len=length, dtype=dtype)
+    dense = DenseEngine(model, max_num_seqs=max_num_seqs, max_model_len=length, dtype=dtype)
     block_nbytes = bytes_per_block(model.spec, block_size=block_size, dtype=dtype)
 
     def paged(max_num_seqs: int) -> Engine:
@@ -64,7 +64,7 @@ def make_contenders(
         )
         return Engine(model, config=config)
 
-    engines = {DENSE: dense, SAME_ROWS: paged(num_rows), SAME_BYTES: paged(max_paged_rows)}
+    engines = {DENSE: dense, SAME_ROWS: paged(max_num_seqs), SAME_BYTES: paged(paged_max_num_seqs)}
     return {name: Contender(engine) for name, engine in engines.items()}
 
 
@@ -115,8 +115,8 @@ def main(argv: Sequence[str]) -> None:
         model,
         requests,
         dtype=cli.DTYPE.value,
-        num_rows=NUM_ROWS.value,
-        max_paged_rows=MAX_PAGED_ROWS.value,
+        max_num_seqs=MAX_NUM_SEQS.value,
+        paged_max_num_seqs=PAGED_MAX_NUM_SEQS.value,
         max_model_len=MAX_MODEL_LEN.value,
         block_size=BLOCK_SIZE.value,
     )

@@ -6,6 +6,7 @@ one call are measured in turns, so their ratios compare neighbours in time.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 
@@ -111,18 +112,13 @@ def block_size_attention_rows(
       ValueError: ``base`` is not among ``block_sizes``.
     """
     _require_base(base, block_sizes)
+    shape = Shape(
+        heads=heads, batch=batch, context=context, dtype=dtype, block_size=base, layers=layers
+    )
+    kv, x = random_inputs(shape)
     forms = {}
     for size in block_sizes:
-        shape = Shape(
-            heads=heads,
-            batch=batch,
-            context=context,
-            dtype=dtype,
-            block_size=size,
-            layers=layers,
-        )
-        kv, x = random_inputs(shape)
-        forms[size] = paged_form(shape, kv)
+        forms[size] = paged_form(dataclasses.replace(shape, block_size=size), kv)
         forms[size].step(x)
         forms[size].seconds.clear()
     for _ in range(pairs):

@@ -4,7 +4,7 @@ import json
 def test_engines_agree_at_equal_memory(run_program, tmp_path):
     path = tmp_path / "figures.json"
     result = run_program(
-        "bench_dense_engine", "--runs=1", "--num_requests=3", "--num_rows=1",
+        "bench_dense_engine", "--runs=1", "--num_requests=3", "--max_num_seqs=1",
         "--max_model_len=128", f"--json={path}",
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
