@@ -47,11 +47,21 @@ def make_contenders(
     max_model_len: int | None,
     block_size: int,
 ) -> dict[str, Contender]:
-    """The dense engine and two paged ones, whose pools have the bytes of the dense cache."""
+    """The dense engine and two paged ones, whose pools have the bytes of the dense cache.
+
+    Raises:
+      ValueError: the pools, whose null block counts, would not hold the longest request.
+    """
     longest = max(len(request.prompt_token_ids) + request.max_tokens for request in requests)
     length = longest if max_model_len is None else max_model_len
     dense = DenseEngine(model, max_num_seqs=max_num_seqs, max_model_len=length, dtype=dtype)
     block_nbytes = bytes_per_block(model.spec, block_size=block_size, dtype=dtype)
+    num_slots = (dense.nbytes // block_nbytes - 1) * block_size
+    if num_slots < longest:
+        raise ValueError(
+            f"max_num_seqs={max_num_seqs} rows of {length} positions make a pool of {num_slots} "
+            f"slots, which must hold the longest request's {longest}"
+        )
 
     def paged(max_num_seqs: int) -> Engine:
         config = EngineConfig(
