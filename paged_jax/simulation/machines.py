@@ -187,3 +187,37 @@ PAPER_OPT_13B = Server(model=OPT_13B, gpu=A100_40GB, num_gpus=1, kv_bytes=12 * G
 PAPER_OPT_66B = Server(model=OPT_66B, gpu=A100_40GB, num_gpus=4, kv_bytes=21 * GIB)
 PAPER_OPT_175B = Server(model=OPT_175B, gpu=A100_80GB, num_gpus=8, kv_bytes=264 * GIB)
 PAPER_LLAMA_13B = Server(model=LLAMA_13B, gpu=A100_40GB, num_gpus=1, kv_bytes=12 * GIB)
+
+
+def make_server(model: Geometry, gpu: Gpu, *, num_gpus: int = 1) -> Server:
+    """A server whose pool has what the weights leave of 90 % of the memory, vLLM's default share.
+
+    >>> round(make_server(LLAMA_3_8B, H100).kv_bytes / GIB, 1)
+    57.0
+
+    Raises:
+      ValueError: the weights leave nothing.
+    """
+    kv_bytes = 0.9 * gpu.memory_bytes * num_gpus - model.weight_bytes
+    if kv_bytes <= 0:
+        raise ValueError(
+            f"num_gpus={num_gpus} of {gpu.name} must hold {model.weight_bytes / GIB:.0f} GiB of "
+            f"weights of {model.name} in 90 % of their memory"
+        )
+    return Server(model=model, gpu=gpu, num_gpus=num_gpus, kv_bytes=kv_bytes)
+
+
+SERVERS = {
+    "opt-13b": PAPER_OPT_13B,
+    "opt-66b": PAPER_OPT_66B,
+    "opt-175b": PAPER_OPT_175B,
+    "llama-13b": PAPER_LLAMA_13B,
+    "llama-3-8b-a100": make_server(LLAMA_3_8B, A100_80GB),
+    "llama-3-8b-h100": make_server(LLAMA_3_8B, H100),
+    "llama-3-8b-h200": make_server(LLAMA_3_8B, H200),
+    "llama-3-70b-a100x4": make_server(LLAMA_3_70B, A100_80GB, num_gpus=4),
+    "llama-3-70b-h100x4": make_server(LLAMA_3_70B, H100, num_gpus=4),
+    "llama-3-70b-h100x8": make_server(LLAMA_3_70B, H100, num_gpus=8),
+    "llama-3-70b-h200x2": make_server(LLAMA_3_70B, H200, num_gpus=2),
+}
+"""Servers by name: the paper's four, and later ones."""
