@@ -1,0 +1,82 @@
+"""The paper's experiments: a table with its figures beside ours, a picture and a JSON file each.
+
+    python scripts/paper.py fig13
+    python scripts/paper.py all --minutes=5
+
+docs/experiments.md says how each is done and what came out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+from rich.console import Console
+
+from paged_jax_scripts import cli
+from paged_jax_scripts.experiments.catalogue import EXPERIMENTS
+from paged_jax_scripts.experiments.drawing import draw
+from paged_jax_scripts.experiments.records import Options
+from paged_jax_scripts.experiments.report import print_experiment, write_json
+
+_OUT = flags.DEFINE_string("out", "results", "folder of the pictures and JSON files")
+_MINUTES = flags.DEFINE_float(
+    "minutes", 20.0, "length of the simulated traces (the paper's: 60)", lower_bound=0.01
+)
+_SEED = flags.DEFINE_integer("seed", 0, "of lengths and arrivals")
+_JOBS = flags.DEFINE_integer("jobs", 2, "processes that simulate", lower_bound=1)
+_WITH_MODEL = flags.DEFINE_bool(
+    "with_model", True, "also what is executed with a model (--model); its weights may be fetched"
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the named experiments.
+
+    Raises:
+      ValueError: there is no such experiment.
+      SystemExit: some failed; the others ran.
+    """
+    choices = [*EXPERIMENTS, "all"]
+    names = argv[1:]
+    if not names or not set(names) <= set(choices):
+        raise ValueError(f"figures={list(names)} must be some of {choices}")
+    if "all" in names:
+        names = [*EXPERIMENTS]
+    options = Options(
+        minutes=_MINUTES.value,
+        seed=_SEED.value,
+        num_processes=_JOBS.value,
+        model=cli.MODEL.value if _WITH_MODEL.value else None,
+    )
+    out = Path(_OUT.value)
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    failed: list[str] = []
+    for name in names:
+        begin = time.perf_counter()
+        try:
+            experiment = EXPERIMENTS[name](options)
+            print_experiment(console, experiment)
+            write_json(experiment, options, out / f"{name}.json")
+            if experiment.panels:
+                draw(experiment, out / f"{name}.png")
+        except Exception:
+            if len(names) == 1:
+                raise
+            console.print_exception()
+            failed.append(name)
+        console.print(f"{name}: {time.perf_counter() - begin:.0f} s")
+    if failed:
+        raise SystemExit(f"error: failed: {', '.join(failed)}")
+
+
+def run() -> None:
+    """Entry point."""
+    cli.run_program(main)
+
+
+if __name__ == "__main__":
+    run()
