@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,12 @@ class EventLog:
       max_bytes: size at which a file is full.
       max_files: full files that are kept; older ones are deleted.
       about: further fields of each file's first line.
+      clock: the time in seconds, from any beginning: a simulation has its own.
 
     Attributes:
       step: number that lines get from now on; the owner sets it.
       is_stopped: whether a write failed, or the log was closed.
-      seconds: time spent in the log so far.
+      seconds: time spent in the log so far, by its clock.
 
     Raises:
       ValueError: ``path`` cannot be written or is a file that is not such a record, or a limit is
@@ -67,6 +68,7 @@ class EventLog:
         max_bytes: int = EVENT_LOG_BYTES,
         max_files: int = EVENT_LOG_FILES,
         about: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         require(max_bytes >= 1, f"max_bytes={max_bytes} must be >= 1")
         require(max_files >= 0, f"max_files={max_files} must be >= 0")
@@ -76,7 +78,8 @@ class EventLog:
         self._path = Path(path)
         self._max_bytes, self._max_files = max_bytes, max_files
         self._about = dict(about or {})
-        self._begin = time.perf_counter()
+        self._clock = clock
+        self._begin = clock()
         self._record = f"{time.time():.6f}-{os.getpid()}"
         self._buffer: list[str] = []
         self._num_buffered = 0
@@ -144,7 +147,7 @@ class EventLog:
         self.close()
 
     def _now(self) -> float:
-        return time.perf_counter() - self._begin
+        return self._clock() - self._begin
 
     def _end_fills(self) -> None:
         if self._filled:

@@ -35,6 +35,10 @@ CHAT_MEAN_TURNS = 5.4
 CHAT_MAX_PROMPT = 1024  # tokens of history and question that are kept (paper 6.5)
 CHAT_MAX_OUTPUT = 1024  # tokens
 
+# Beam search without a model (``beams.BeamModel``): how many next tokens are alike. Fitted to what
+# sharing saved on SmolLM2 and MT-bench questions at widths 2, 4 and 6 (docs/beam_search.md).
+BEAM_CONCENTRATION = 1.0
+
 # Scheduler limits of all policies, those of vLLM 0.1.
 MAX_NUM_SEQS = 256
 MAX_NUM_BATCHED_TOKENS = 2560
