@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+
 import jax
 import numpy as np
 

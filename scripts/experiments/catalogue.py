@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from paged_jax_scripts.experiments.decoding import run_decoding, run_savings
-from paged_jax_scripts.experiments.kernels import run_kernels
 from paged_jax_scripts.experiments.memory_use import run_batches, run_shares
 from paged_jax_scripts.experiments.preemption import run_preemption
 from paged_jax_scripts.experiments.prompts import run_chat, run_prefix
@@ -23,7 +22,6 @@ EXPERIMENTS: Mapping[str, Callable[[Options], Experiment]] = MappingProxyType(
         "fig15": run_savings,
         "fig16": run_prefix,
         "fig17": run_chat,
-        "fig18": run_kernels,
         "fig19": run_preemption,
         "sensitivity": run_sensitivity,
     }

@@ -70,7 +70,9 @@ def run_decoding(options: Options) -> Experiment:
         rows=tuple(rows),
         points=tuple(row for one in found.values() for row in one.rows),
         comparisons=tuple(
-            Comparison(what=f"{kind}, paged / Orca (Oracle)", paper=(paper, paper), ours=gains[kind])
+            Comparison(
+                what=f"{kind}, paged / Orca (Oracle)", paper=(paper, paper), ours=gains[kind]
+            )
             for kind, paper in (("basic", 1.3), ("beam 6", 2.3))
         ),
         panels=tuple(

@@ -8,11 +8,11 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 
-from matplotlib import pyplot as plt  # noqa: E402  (the backend is chosen before)
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import ScalarFormatter  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import ScalarFormatter
 
-from paged_jax_scripts.experiments.records import Bars, Experiment, Lines  # noqa: E402
+from paged_jax_scripts.experiments.records import Bars, Experiment, Lines
 
 _PANEL_SIZE = (4.2, 3.2)  # inches
 _MAX_COLUMNS = 3

@@ -1,4 +1,4 @@
-"""Fig. 2: what the KV pool's memory holds, and Fig. 13: how many requests that lets run together."""
+"""Fig. 2: what the KV pool's memory holds, and Fig. 13: how many requests then run together."""
 
 from __future__ import annotations
 

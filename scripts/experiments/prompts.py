@@ -18,20 +18,13 @@ PAPER_CHAT_GAIN = 2.0
 
 def prefix_job(policy: Policy, prefix_len: int, rate: float, options: Options) -> Job:
     """Translations behind a prefix, which a paged pool computes and holds once."""
-    settings = (("shared_prefix_len", prefix_len),) if policy == "paged" else ()
-    workload = Workload(
-        name="translation",
-        rate=rate,
-        minutes=options.minutes,
-        prefix_len=prefix_len,
-        seed=options.seed,
-    )
+    workload = Workload(name="translation", rate=rate, minutes=options.minutes, seed=options.seed)
     return Job(
         server=PAPER_LLAMA_13B,
         policy=policy,
         workload=workload,
         assumptions=options.assumptions,
-        settings=settings,
+        settings=(("shared_prefix_len", prefix_len),),
     )
 
 
@@ -65,7 +58,9 @@ def run_prefix(options: Options) -> Experiment:
         kind="simulated",
         how="Rates sustained as in Fig. 12. Paged: the prefix is registered, each request computes "
         "what follows its full blocks; Orca computes and holds it for every request.",
-        rows=tuple(_row(one, {"prefix": length}, policy) for (length, policy), one in found.items()),
+        rows=tuple(
+            _row(one, {"prefix": length}, policy) for (length, policy), one in found.items()
+        ),
         points=tuple(row for one in found.values() for row in one.rows),
         comparisons=tuple(comparisons),
         panels=tuple(

@@ -103,7 +103,7 @@ def run_job(job: Job) -> Row:
     )
     requests = workload.requests(assumptions)
     result = simulate(job.server, requests, policy=job.policy, settings=settings)
-    summary = result.summary
+    summary = result.summary()
     return {
         "model": job.server.model.name,
         "workload": workload.name,

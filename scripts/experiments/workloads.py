@@ -27,14 +27,12 @@ class Workload:
       name: of the lengths.
       rate: requests a second.
       minutes: of arrivals, for ShareGPT; Alpaca and translations take a sixth of it.
-      prefix_len: tokens that all prompts begin with, beside their own.
       seed: of lengths and arrivals.
     """
 
     name: WorkloadName
     rate: float
     minutes: float
-    prefix_len: int = 0
     seed: int = 0
 
     def requests(self, assumptions: Assumptions) -> list[TraceRequest]:
@@ -49,11 +47,6 @@ class Workload:
             requests = _chat_rounds(num_requests, self.seed, assumptions)
         else:
             requests = _draw(self.name, num_requests, self.seed, assumptions)
-        if self.prefix_len:
-            requests = [
-                dataclasses.replace(request, num_prompt=self.prefix_len + request.num_prompt)
-                for request in requests
-            ]
         return poisson(requests, rate=self.rate, seed=self.seed)
 
 
