@@ -7,6 +7,7 @@ import numbers
 import os
 from typing import Any, Literal
 
+from paged_jax.blocks.demand import RESERVATION_POLICIES, ReservationPolicy
 from paged_jax.scheduling.preemption import PREEMPTION_MODES, PreemptionCosts, PreemptionMode
 
 EVENT_LOG_BYTES = 64 * 2**20
@@ -118,6 +119,9 @@ class EngineConfig:
         changes the numbers (paging does not): results are close to, not equal to, a float pool's.
       pool_head_dim: channels a head in the pool, at least the model's, the rest zeros; None means
         the model's own. Some kernels take only some sizes; the pool's bytes grow with it.
+      reservation: 'paged', or a contiguous baseline of the paper's section 6.1 over the same pool,
+        which needs ``prefix_cache=False``: 'orca_max' reserves ``max_model_len`` tokens a sequence,
+        'orca_pow2' its ``max_tokens`` rounded up to a power of two, 'orca_oracle' just those.
       preemption: how requests lose their blocks when the pool is full (docs/preemption.md):
         'recompute', 'swap' to a pool in host memory, or 'auto', the faster one by a cost model.
       num_host_blocks: blocks of the host pool, one that is never used included.
@@ -162,6 +166,7 @@ class EngineConfig:
     memory_fraction: float | None = None
     kv_dtype: str = "float32"
     pool_head_dim: int | None = None
+    reservation: ReservationPolicy = "paged"
     preemption: PreemptionMode = "recompute"
     num_host_blocks: int | None = None
     swap_bytes: int | None = None
@@ -239,6 +244,17 @@ class EngineConfig:
     def _check_preemption(self) -> None:
         _require_choice("preemption", self.preemption, PREEMPTION_MODES)
         _require_choice("scheduling", self.scheduling, SCHEDULINGS)
+        _require_choice("reservation", self.reservation, RESERVATION_POLICIES)
+        require(
+            self.reservation == "paged" or not self.prefix_cache,
+            f"prefix_cache=True must be False with reservation={self.reservation!r}: contiguous "
+            "regions share nothing",
+        )
+        require(
+            self.reservation == "paged" or self.preemption == "recompute",
+            f"preemption={self.preemption!r} must be 'recompute' with reservation="
+            f"{self.reservation!r}, which never preempts",
+        )
         sizes = [n for n in ("num_host_blocks", "swap_bytes") if getattr(self, n) is not None]
         require(len(sizes) <= 1, f"size the host pool in one way, not by {' and '.join(sizes)}")
         require(

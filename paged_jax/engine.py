@@ -161,8 +161,12 @@ class Engine(EngineCore):
 
         Raises:
           ValueError: as ``add_request``, or the pool beside it would not hold what a live request
-            may come to need, or nothing at all.
+            may come to need, or nothing at all; or the engine's ``reservation`` shares nothing.
         """
+        require(
+            self.config.reservation == "paged",
+            f"reservation={self.config.reservation!r} must be 'paged' for registered prefixes",
+        )
         params = SamplingParams(max_tokens=0)
         live = self._add(prompt, params, cache_salt=cache_salt, is_prefix=True)
         self._step_for({live.request_id})

@@ -52,7 +52,11 @@ class EngineCore:
         self.max_model_len = resolve_max_model_len(config, model, self.num_blocks)
         log = self.event_log = open_event_log(config, num_blocks=self.num_blocks)
         self.block_manager = make_block_manager(
-            config, model, num_blocks=self.num_blocks, observer=None if log is None else log.take
+            config,
+            model,
+            num_blocks=self.num_blocks,
+            max_model_len=self.max_model_len,
+            observer=None if log is None else log.take,
         )
         self.scheduler = make_scheduler(
             config, model, self.block_manager, max_model_len=self.max_model_len

@@ -9,6 +9,7 @@ import numpy as np
 
 from paged_jax.blocks.block_manager import BlockManager
 from paged_jax.blocks.events import BlockEvent
+from paged_jax.blocks.reservation import make_manager
 from paged_jax.config import EngineConfig, require
 from paged_jax.host_pool import resolve_num_host_blocks
 from paged_jax.model import Model
@@ -26,14 +27,18 @@ def make_block_manager(
     model: Model,
     *,
     num_blocks: int,
+    max_model_len: int,
     observer: Callable[[BlockEvent], None] | None,
 ) -> BlockManager:
     """The tables, for a pool of ``num_blocks`` blocks, the null block included.
 
     Raises:
-      ValueError: the host pool would hold no block.
+      ValueError: the host pool would hold no block, or the pool no region of ``max_model_len``
+        tokens where the reservation needs one.
     """
-    return BlockManager(
+    return make_manager(
+        config.reservation,
+        max_model_len=max_model_len,
         num_blocks=num_blocks,
         block_size=config.block_size,
         num_host_blocks=resolve_num_host_blocks(

@@ -61,6 +61,8 @@ class EngineRecord:
             "waste": blocks.waste,
             "cached": blocks.cached,
             "saved": blocks.saved,
+            "reserved": blocks.reserved,
+            "external": blocks.external,
         }
         self._log.write("step", self._concurrency() | fields)
 

@@ -9,6 +9,7 @@ from paged_jax.blocks.block_moves import BlockCopy, BlockSwap
 from paged_jax.blocks.block_stats import BlockStats, check_copies, check_tables
 from paged_jax.blocks.block_table import BlockTable
 from paged_jax.blocks.block_tables import BlockTables, require_positive
+from paged_jax.blocks.demand import Demand
 from paged_jax.blocks.events import BlockEvent
 from paged_jax.blocks.namespace import Namespace
 from paged_jax.blocks.prefix_cache import PrefixMatch, PrefixStats
@@ -54,6 +55,18 @@ class BlockManager(BlockTables):
 
     __slots__ = ()
 
+    @property
+    def shares(self) -> bool:
+        """Whether a fork shares its parent's blocks."""
+        return True
+
+    def require_fits(self, demand: Demand) -> None:
+        """Refuse a sequence group that could never start; here the scheduler's limits say that."""
+
+    def can_admit(self, demand: Demand, *, num_blocks: int) -> bool:
+        """Whether a group of sequences may start, for which ``num_blocks`` must be free now."""
+        return num_blocks <= self.num_free
+
     def can_allocate(self, num_tokens: int, *, prefix: PrefixMatch | None = None) -> bool:
         """Whether a new sequence of ``num_tokens`` tokens fits now, given what it shares.
 
@@ -85,12 +98,19 @@ class BlockManager(BlockTables):
         self._cache.require_current(prefix)
         return sum(block not in self._pool.idle for block in prefix.blocks)
 
-    def allocate(self, seq_id: int, *, num_tokens: int, prefix: PrefixMatch | None = None) -> bool:
+    def allocate(
+        self,
+        seq_id: int,
+        *,
+        num_tokens: int,
+        prefix: PrefixMatch | None = None,
+        demand: Demand | None = None,
+    ) -> bool:
         """Give a new sequence a table with room for ``num_tokens`` tokens; False when none is left.
 
         With a ``prefix``, its full blocks are shared and its partial one is copied (see
         ``step_copies``); this step writes the positions from ``prefix.num_tokens`` on. That never
-        takes more room than without.
+        takes more room than without. A ``demand`` changes nothing: blocks come as they are needed.
 
         Raises:
           ValueError: ``seq_id`` has a table already, ``num_tokens`` < 1 or not above

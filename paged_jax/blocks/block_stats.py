@@ -25,6 +25,8 @@ class BlockStats:
       filled: distinct token positions that hold, or are about to hold, a token of a table.
       waste: positions of used blocks that hold none.
       saved: blocks that sharing saves: entries of all tables less distinct blocks.
+      reserved: of ``waste``, positions that a contiguous region's sequence will fill later.
+      external: of ``waste``, positions that the allocator rounded a region up by.
     """
 
     total: int
@@ -33,6 +35,44 @@ class BlockStats:
     cached: int
     filled: int
     waste: int
+    saved: int
+    reserved: int = 0
+    external: int = 0
+
+    def memory_use(self, block_size: int) -> MemoryUse:
+        """Where the pool's positions are (paper, Fig. 2)."""
+        return MemoryUse(
+            total=self.total * block_size,
+            filled=self.filled,
+            reserved=self.reserved,
+            internal=self.used * block_size - self.filled - self.reserved - self.external,
+            external=self.external,
+            free=self.free * block_size,
+            saved=self.saved * block_size,
+        )
+
+
+class MemoryUse(NamedTuple):
+    """Where the token positions of a pool are; all but ``saved`` add up to ``total``.
+
+    Attributes:
+      total: positions of the usable blocks.
+      filled: positions that hold a token (the paper's token states).
+      reserved: positions that a sequence has and will fill later, as far as anybody knows.
+      internal: positions that a sequence has and will not fill: the ends of last blocks, or what a
+        policy reserved beyond the output's length.
+      external: positions that the allocator rounded a region up by.
+      free: positions of free blocks, cached ones included. A contiguous policy cannot always use
+        them: with requests waiting they are external fragmentation too.
+      saved: positions more that tables would take without sharing.
+    """
+
+    total: int
+    filled: int
+    reserved: int
+    internal: int
+    external: int
+    free: int
     saved: int
 
 

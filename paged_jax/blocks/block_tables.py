@@ -9,7 +9,7 @@ import numpy as np
 
 from paged_jax.blocks.block_moves import BlockCopy, BusyBlocks, FreedBlocks
 from paged_jax.blocks.block_pool import BlockPool
-from paged_jax.blocks.block_stats import BlockStats, count_blocks
+from paged_jax.blocks.block_stats import BlockStats, MemoryUse, count_blocks
 from paged_jax.blocks.block_table import BlockTable
 from paged_jax.blocks.events import BlockEvent, Observer
 from paged_jax.blocks.prefix_cache import PrefixCache, PrefixStats
@@ -324,6 +324,10 @@ class BlockTables:
             num_tokens=self._num_table_tokens,
             deferred=self._busy.deferred,
         )
+
+    def memory_use(self) -> MemoryUse:
+        """Where the pool's positions are (paper, Fig. 2), in as many steps as ``stats``."""
+        return self.stats().memory_use(self.block_size)
 
     def _table(self, seq_id: int) -> BlockTable:
         try:

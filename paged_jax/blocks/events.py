@@ -17,6 +17,8 @@ Kind = Literal[
     "swap_out",
     "swap_in",
     "free_host",
+    "reserve",
+    "unreserve",
 ]
 
 

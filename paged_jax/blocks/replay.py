@@ -33,6 +33,7 @@ class BlockReplay:
         longer; a block that nobody holds has no entry.
       host_ref_counts: likewise, of the host pool.
       cached: blocks that are in the prefix cache, held or not.
+      reserved: the contiguous region of each sequence that has one, filled or not.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class BlockReplay:
         self.ref_counts: Counter[int] = Counter()
         self.host_ref_counts: Counter[int] = Counter()
         self.cached: set[int] = set()
+        self.reserved: dict[int, list[int]] = {}
 
     def take(self, event: BlockEvent) -> None:
         """Follow one event.
@@ -71,7 +73,10 @@ class BlockReplay:
                         here = min(lens[key] - place * block_size, block_size)
                         filled[block] = max(filled.get(block, 0), here)
                         num_entries += 1
-        used, num_filled = len(self.ref_counts), sum(filled.values())
+        held = self.ref_counts.keys()
+        for region in self.reserved.values():
+            held = held | set(region)
+        used, num_filled = len(held), sum(filled.values())
         return BlockStats(
             total=num_blocks - 1,
             used=used,
@@ -79,7 +84,7 @@ class BlockReplay:
             cached=len(self.cached - self.ref_counts.keys()),
             filled=num_filled,
             waste=used * block_size - num_filled,
-            saved=num_entries - used,
+            saved=num_entries - len(self.ref_counts),
         )
 
     def _allocate(self, event: BlockEvent) -> None:
@@ -102,6 +107,9 @@ class BlockReplay:
     def _copy(self, event: BlockEvent) -> None:
         if event.reason == "prefix":
             self._extend(event.seq_id, event.to)
+            return
+        if event.reason == "fork":
+            self.tables[_id(event.seq_id)]  # must exist; what it holds moved, its blocks are told
             return
         (src,), (dst,) = event.blocks, event.to
         table = self.tables[_id(event.seq_id)]
@@ -149,6 +157,12 @@ class BlockReplay:
     def _free_host(self, event: BlockEvent) -> None:
         del self.swapped[_id(event.seq_id)], self.num_tokens[_id(event.seq_id)]
         _drop(self.host_ref_counts, event.blocks)
+
+    def _reserve(self, event: BlockEvent) -> None:
+        self.reserved[_id(event.seq_id)] = list(event.blocks)
+
+    def _unreserve(self, event: BlockEvent) -> None:
+        del self.reserved[_id(event.seq_id)]
 
     def _extend(self, seq_id: int | None, blocks: Iterable[int]) -> None:
         blocks = list(blocks)

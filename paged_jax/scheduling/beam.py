@@ -130,7 +130,7 @@ class BeamSearch:
         with_child = {candidate.parent for candidate in survivors}
         for rank, parent in enumerate(parents):
             if rank not in with_child:
-                manager.free(parent.seq_id)
+                manager.free(parent.seq_id, reason="beam")
         kept = {parents[rank] for rank in with_child}
         spare = [sequence for sequence in self._sequences if sequence not in kept]
         self.beams = []

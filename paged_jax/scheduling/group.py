@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paged_jax.blocks.demand import Demand
 from paged_jax.scheduling.beam import BeamSearch
 from paged_jax.scheduling.request import Request
 from paged_jax.scheduling.sequence import Sequence
@@ -62,6 +63,13 @@ class SequenceGroup:
     def leader(self) -> Sequence:
         """The active sequence that computes the prompt."""
         return self.active[0]
+
+    @property
+    def demand(self) -> Demand:
+        """What its live sequences will want to hold."""
+        expected, first = self.request.expected_output, self.live[0]
+        num_output = first.max_tokens if expected is None else expected
+        return Demand(tuple(s.seq_id for s in self.live), first.num_prompt, num_output)
 
     @property
     def num_preemptions(self) -> int:

@@ -65,7 +65,7 @@ def check_queues(queues: Queues, manager: BlockManager) -> None:
 
 
 def _check_group(group: SequenceGroup, status: SequenceStatus, manager: BlockManager) -> None:
-    if status is SequenceStatus.RUNNING:
+    if status is SequenceStatus.RUNNING and manager.shares:
         most = group.max_blocks(manager.block_size)
         held: set[int] = set()
         for sequence in group.with_tables:

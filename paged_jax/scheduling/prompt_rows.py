@@ -54,7 +54,9 @@ def plan_chunk(
     if is_start:
         # Of a prompt beyond its windows, the scheduler looked for the windows' blocks only.
         num_new = min(num_new, manager.room_for_new(prefix))
-        has_room = manager.allocate(sequence.seq_id, num_tokens=start + num_new, prefix=prefix)
+        has_room = manager.allocate(
+            sequence.seq_id, num_tokens=start + num_new, prefix=prefix, demand=group.demand
+        )
         assert has_room, "the scheduler looked before"
     else:
         # Blocks that earlier sequences took meanwhile come back: wait, and preempt nobody.

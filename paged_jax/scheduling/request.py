@@ -27,6 +27,8 @@ class Request:
         served.
       namespace: with whom it shares cached blocks.
       is_prefix: its prompt is to stay resident (``params.max_tokens`` is 0, ``num_samples`` 1).
+      expected_output: tokens that each sequence will emit, where somebody knows: contiguous
+        reservations go by it. None: as many as it may.
 
     Attributes:
       arrival: its place in the line, -1 until the scheduler has added it.
@@ -41,6 +43,7 @@ class Request:
     __slots__ = (
         "arrival",
         "eos_token_ids",
+        "expected_output",
         "is_prefix",
         "is_search",
         "namespace",
@@ -64,6 +67,7 @@ class Request:
         priority: int = 0,
         namespace: Namespace = DEFAULT_NAMESPACE,
         is_prefix: bool = False,
+        expected_output: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -72,6 +76,7 @@ class Request:
         self.priority = priority
         self.namespace = namespace
         self.is_prefix = is_prefix
+        self.expected_output = expected_output
         self.arrival = -1
         self.num_cached_tokens = 0
         self.pin_id: int | None = None

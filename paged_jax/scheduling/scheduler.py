@@ -144,7 +144,8 @@ class Scheduler:
           ValueError: the prompt is empty or leaves no room for one new token of each sequence (with
             ``max_tokens=0``: does not fit itself) in ``max_model_len`` or in the whole pool, the
             request wants more sequences than ``max_num_seqs``, or a live request has the same id;
-            or it is a prefix to stay that would leave too little room.
+            or it is a prefix to stay that would leave too little room, or its contiguous regions
+            would not fit the pool.
         """
         if request.request_id in self._lineup.live:
             raise ValueError(
@@ -167,6 +168,7 @@ class Scheduler:
             max_tokens=max_tokens,
             window=self._window,
         )
+        self._manager.require_fits(group.demand)
         self._num_added += 1
         self._num_sequences += request.num_samples
         self._lineup.add(group)

@@ -200,7 +200,7 @@ class StepPlanner:
             num_blocks = group.known_blocks(manager.block_size)
         num_held = 0 if prefix is None else manager.num_held_of(prefix)
         num_new = min(num_blocks + len(group.live), worst_case) - num_held
-        if num_new + debt > manager.num_free:
+        if not manager.can_admit(group.demand, num_blocks=num_new + debt):
             return False
         can_be_preempted = group.num_preemptions < _MAX_OPTIMISTIC_PREEMPTIONS
         return can_be_preempted or lineup.worst_case_blocks + worst_case <= manager.num_usable

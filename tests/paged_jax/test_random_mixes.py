@@ -41,6 +41,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "zero_on_free": True,
         "scheduling": "priority",
     },
+    # 128 blocks hold one group of six at its longest, and some more.
+    **{
+        name: {"reservation": name, "prefix_cache": False, "num_blocks": 129, **options}
+        for name, options in {
+            "orca_max": {"zero_on_free": True},
+            "orca_pow2": {"prefill_chunk_len": 5},
+            "orca_oracle": {"speculation": NgramSpeculation(min_ngram_len=1)},
+        }.items()
+    },
 }
 
 
@@ -72,7 +81,8 @@ def alone(prompt: tuple[int, ...], params: SamplingParams) -> RequestOutput:
 
 @functools.cache
 def crowded_engine(name: str) -> Engine:
-    engine = make_engine(max_num_seqs=NUM_SEQS, num_blocks=NUM_BLOCKS, **SETTINGS[name])
+    settings = {"num_blocks": NUM_BLOCKS, **SETTINGS[name]}
+    engine = make_engine(max_num_seqs=NUM_SEQS, **settings)
     fill_pool(engine, np.nan)
     return engine
 
@@ -177,6 +187,14 @@ def test_each_request_yields_what_it_would_alone(name):
     print(engine.stats)
     assert engine.stats.num_preemptions > 0
     assert engine.stats.prefix_cache_hits > 0
+    assert engine.stats.num_copied_blocks > 0
+
+
+@pytest.mark.parametrize("name", ["orca_max", "orca_pow2", "orca_oracle"])
+def test_contiguous_regions_change_nothing_but_where_tokens_are(name):
+    for seed in range(2):
+        engine = run_mix(name, seed)
+    assert engine.stats.num_preemptions == engine.stats.prefix_cache_hits == 0
     assert engine.stats.num_copied_blocks > 0
 
 
