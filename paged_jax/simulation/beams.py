@@ -28,19 +28,17 @@ class BeamModel:
       concentration: c.
     """
 
-    __slots__ = ("_draws", "_order", "_width")
+    __slots__ = ("_draws", "_rng", "_width")
 
-    def __init__(
-        self, *, width: int, seed: int, concentration: float = BEAM_CONCENTRATION
-    ) -> None:
+    def __init__(self, *, width: int, seed: int, concentration: float = BEAM_CONCENTRATION) -> None:
         rng = np.random.default_rng(seed)
-        # Log space: shares far down the stick would round to 0.
-        shares = rng.beta(1, concentration, (_NUM_DRAWS, max(_NUM_STICKS, width)))
+        size = _NUM_DRAWS, max(_NUM_STICKS, width)
+        shares = np.clip(rng.beta(1, concentration, size), 1e-12, 1 - 1e-12)
         left = np.cumsum(np.log1p(-shares), axis=1)
         logprobs = np.log(shares)
         logprobs[:, 1:] += left[:, :-1]
         self._draws: list[list[float]] = (-np.sort(-logprobs, axis=1)[:, :width]).tolist()
-        self._order = rng
+        self._rng = rng
         self._width = width
 
     def candidates(self, logprobs: Sequence[float], *, token_id: int) -> list[Candidate]:
@@ -50,7 +48,7 @@ class BeamModel:
           logprobs: of the beams so far, best first.
           token_id: of each beam's likeliest token; the others' follow.
         """
-        draws = self._order.integers(_NUM_DRAWS, size=len(logprobs)).tolist()
+        draws = self._rng.integers(_NUM_DRAWS, size=len(logprobs)).tolist()
         found = [
             Candidate(logprob + more, parent, token_id + rank)
             for parent, (logprob, draw) in enumerate(zip(logprobs, draws, strict=True))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
+from operator import attrgetter
 
 from paged_jax.scheduling.beam import Candidate
 from paged_jax.scheduling.plan import Plan, PlanRow
@@ -97,7 +99,7 @@ class SimulatedExecutor:
 
     def execute(self, plan: Plan) -> SimulatedHandle:
         """Begin a step as soon as the one before it is done."""
-        work = [RowWork(row.num_new, row.start + row.num_new) for row in plan.prefill_rows]
+        work = _prompt_work(plan.prefill_rows)
         work += [RowWork(1, row.start + 1) for row in plan.decode_rows]
         work += [RowWork(row.num_new, row.start + row.num_new) for row in plan.verify_rows]
         num_sampled = sum(row.samples for row in plan.prefill_rows) + len(plan.branch_rows)
@@ -154,3 +156,14 @@ class SimulatedExecutor:
         end = row.start + row.num_new
         positions = range(end - len(row.drafts), end + 1)
         return [STOP_TOKEN if p == last else sequence.sample_index + 2 for p in positions]
+
+
+def _prompt_work(rows: SequenceOf[PlanRow]) -> list[RowWork]:
+    """A chunk of a prompt each, however many rows it has: its attention reads the context once."""
+    work: list[RowWork] = []
+    for _, chunk in itertools.groupby(rows, key=attrgetter("sequence")):
+        first, *others = chunk
+        last = others[-1] if others else first
+        end = last.start + last.num_new
+        work.append(RowWork(end - first.start, end))
+    return work

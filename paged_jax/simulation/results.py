@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -83,28 +83,16 @@ class TokenGaps:
         return _percentiles(self._seconds, self._counts)
 
 
-class PoolUse(Protocol):
-    """Token positions of a pool by what they are for; all but ``saved`` make ``total``.
+class MemoryUse(NamedTuple):
+    """Where the token positions of a pool are."""
 
-    ``filled`` hold a token; ``reserved`` will hold one of a sequence that is there; ``internal``
-    never will, though a sequence has them; ``external`` are lost between sequences; ``free`` are
-    left. ``saved`` is what sequences share, so that it is not there twice.
-    """
-
-    @property
-    def total(self) -> int: ...
-    @property
-    def filled(self) -> int: ...
-    @property
-    def reserved(self) -> int: ...
-    @property
-    def internal(self) -> int: ...
-    @property
-    def external(self) -> int: ...
-    @property
-    def free(self) -> int: ...
-    @property
-    def saved(self) -> int: ...
+    total: int
+    filled: int
+    reserved: int
+    internal: int
+    external: int
+    free: int
+    saved: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,7 +139,7 @@ class UseMeter:
         self._seconds += seconds
         self._batched += seconds * num_requests
 
-    def add_use(self, seconds: float, use: PoolUse) -> None:
+    def add_use(self, seconds: float, use: MemoryUse) -> None:
         """For so many seconds the pool was used thus."""
         for name in self._sums:
             self._sums[name] += seconds * getattr(use, name)

@@ -26,6 +26,8 @@ class SimulationSettings:
       num_blocks: of the pool, the null block included; None: what the server has.
       max_num_seqs: most running sequences.
       max_num_batched_tokens: most prompt tokens of a step.
+      prefill_row_len: prompt tokens of a row; a step has rows for ``max_num_batched_tokens`` (an
+        engine's are for its programs' sake; here short ones let many short prompts start at once).
       max_model_len: longest context in tokens; None: the model's. Never more than fits the pool.
       prefix_cache: share what is computed, by the requests' ``prefix_ids``; those without share
         nothing.
@@ -51,6 +53,7 @@ class SimulationSettings:
     num_blocks: int | None = None
     max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    prefill_row_len: int = 16
     max_model_len: int | None = None
     prefix_cache: bool = False
     tokens_per_id: int = 16
@@ -59,7 +62,7 @@ class SimulationSettings:
     shared_prefix_len: int = 0
     preemption: PreemptionMode = "recompute"
     num_host_blocks: int = 0
-    constants: CostConstants = CostConstants()
+    constants: CostConstants = dataclasses.field(default_factory=CostConstants)
     seed: int = 0
     event_log: str | os.PathLike[str] | None = None
     hides_lengths: bool = True
@@ -67,7 +70,13 @@ class SimulationSettings:
 
     def __post_init__(self) -> None:
         least = {"block_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1}
-        least |= {"num_samples": 1, "tokens_per_id": 1, "shared_prefix_len": 0, "seed": 0}
+        least |= {
+            "prefill_row_len": 1,
+            "num_samples": 1,
+            "tokens_per_id": 1,
+            "shared_prefix_len": 0,
+            "seed": 0,
+        }
         least |= {"num_blocks": 2, "max_model_len": 1, "beam_width": 1, "num_host_blocks": 0}
         for name, low in least.items():
             value = getattr(self, name)

@@ -8,7 +8,6 @@ arrives during a step is planned when that step has ended, behind the one that r
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
 
 from paged_jax.blocks.block_manager import BlockManager
 from paged_jax.engine_record import EngineRecord
@@ -32,6 +31,7 @@ from paged_jax.simulation.executor import (
 from paged_jax.simulation.machines import Server
 from paged_jax.simulation.requests import RequestMaker, require_valid
 from paged_jax.simulation.results import (
+    MemoryUse,
     RequestRecord,
     SimulationResult,
     StepUse,
@@ -39,6 +39,7 @@ from paged_jax.simulation.results import (
     UseMeter,
 )
 from paged_jax.simulation.settings import Policy, SimulationSettings
+from paged_jax.simulation.static_batching import simulate_static
 from paged_jax.simulation.traces import TraceRequest
 
 __all__ = ["Policy", "SimulationResult", "SimulationSettings", "simulate"]
@@ -46,13 +47,15 @@ __all__ = ["Policy", "SimulationResult", "SimulationSettings", "simulate"]
 MEMORY_STEPS = 4
 """The pool's use is looked at in every so many steps."""
 
+DEFAULTS = SimulationSettings()
+
 
 def simulate(
     server: Server,
     requests: SequenceOf[TraceRequest],
     *,
     policy: Policy = "paged",
-    settings: SimulationSettings = SimulationSettings(),
+    settings: SimulationSettings = DEFAULTS,
 ) -> SimulationResult:
     """Serve requests, in order of arrival, to the last token of the last one.
 
@@ -67,6 +70,8 @@ def simulate(
     """
     max_model_len = settings.resolve_max_model_len(server)
     require_valid(requests, settings, max_model_len=max_model_len)
+    if policy == "static":
+        return simulate_static(server, requests, settings=settings, max_model_len=max_model_len)
     return _Run(server, requests, policy, settings, max_model_len).run()
 
 
@@ -94,8 +99,7 @@ class _Run:
             self._manager,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            # A row a prompt: its attention reads the context once.
-            prefill_row_len=settings.max_num_batched_tokens,
+            prefill_row_len=settings.prefill_row_len,
             max_model_len=max_model_len,
             preemptor=_make_preemptor(self._manager, server, settings),
             prefix_cache=settings.prefix_cache,
@@ -200,13 +204,9 @@ class _Run:
         """Note what a step that begins computes and holds."""
         self._num_steps += 1
         self._busy_seconds += seconds
-        if self._settings.num_sequences == 1:
-            num_requests = len(plan.prefill_rows) + len(plan.decode_rows)
-        else:
-            num_requests = len({row.sequence.request for row in plan.rows})
-        self._meter.add_batch(seconds, num_requests=num_requests)
+        self._meter.add_batch(seconds, num_requests=self._num_batched(plan))
         self._unseen_seconds += seconds
-        if self._num_steps % MEMORY_STEPS == 1:
+        if self._num_steps % MEMORY_STEPS == 1 % MEMORY_STEPS:
             self._meter.add_use(self._unseen_seconds, _memory_use(self._manager))
             self._unseen_seconds = 0.0
         if self._settings.traces_steps or self._record is not None:
@@ -217,6 +217,11 @@ class _Run:
                 num_preempted = sum(len(one.sequences) for one in plan.preemptions)
                 counts = blocks.used, blocks.filled, len(plan.copies), num_preempted
                 self._steps.append(StepUse(*counts))
+
+    def _num_batched(self, plan: Plan) -> int:
+        if self._settings.num_sequences > 1:
+            return len({row.sequence.request for row in plan.rows})
+        return len(plan.decode_rows) + len({row.sequence for row in plan.prefill_rows})
 
     def _collect(self) -> None:
         """Take the tokens of the step in flight, if there is one."""
@@ -260,8 +265,8 @@ class _Run:
             self._end_if_over(request)
 
     def _end_if_over(self, request: Request) -> None:
-        group = self._groups[request]
-        if group.live:
+        group = self._groups.get(request)
+        if group is None or group.live:  # others of its sequences ended in this step, or have not
             return
         del self._groups[request]
         index = int(str(request.request_id))
@@ -310,17 +315,7 @@ def _open_log(
     )
 
 
-class _PagedUse(NamedTuple):
-    total: int
-    filled: int
-    reserved: int
-    internal: int
-    external: int
-    free: int
-    saved: int
-
-
-def _memory_use(manager: BlockManager) -> _PagedUse:
+def _memory_use(manager: BlockManager) -> MemoryUse:
     stats, size = manager.stats(), manager.block_size
     free, saved = stats.free * size, stats.saved * size
-    return _PagedUse(stats.total * size, stats.filled, 0, stats.waste, 0, free, saved)
+    return MemoryUse(stats.total * size, stats.filled, 0, stats.waste, 0, free, saved)
