@@ -42,7 +42,8 @@ class RequestMaker:
         params = self._params
         if not self._settings.hides_lengths:
             params = self._make_params(max_tokens=request.num_output)
-        return Request(request_id, self._prompt(request_id, request), params)
+        prompt = self._prompt(request_id, request)
+        return Request(request_id, prompt, params, expected_output=request.num_output)
 
     def _make_params(self, *, max_tokens: int | None) -> SamplingParams:
         settings = self._settings

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paged_jax.blocks.block_stats import MemoryUse
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
@@ -81,18 +83,6 @@ class TokenGaps:
     def percentiles(self) -> Percentiles:
         """The smallest gaps that so many percent of all do not exceed."""
         return _percentiles(self._seconds, self._counts)
-
-
-class MemoryUse(NamedTuple):
-    """Where the token positions of a pool are."""
-
-    total: int
-    filled: int
-    reserved: int
-    internal: int
-    external: int
-    free: int
-    saved: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import Literal
 
+from paged_jax.blocks.demand import ReservationPolicy
 from paged_jax.scheduling.preemption import PREEMPTION_MODES, PreemptionMode
 from paged_jax.simulation.assumptions import (
     MAX_NUM_BATCHED_TOKENS,
@@ -14,7 +15,7 @@ from paged_jax.simulation.assumptions import (
 )
 from paged_jax.simulation.machines import Server
 
-Policy = Literal["paged", "orca_max", "orca_pow2", "orca_oracle", "static"]
+Policy = ReservationPolicy | Literal["static"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from paged_jax.blocks.block_manager import BlockManager
+from paged_jax.blocks.demand import ReservationPolicy
+from paged_jax.blocks.reservation import make_manager
 from paged_jax.engine_record import EngineRecord
 from paged_jax.events import EventLog
 from paged_jax.sampling.params import SamplingParams
@@ -31,7 +33,6 @@ from paged_jax.simulation.executor import (
 from paged_jax.simulation.machines import Server
 from paged_jax.simulation.requests import RequestMaker, require_valid
 from paged_jax.simulation.results import (
-    MemoryUse,
     RequestRecord,
     SimulationResult,
     StepUse,
@@ -82,14 +83,18 @@ class _Run:
         self,
         server: Server,
         requests: SequenceOf[TraceRequest],
-        policy: Policy,
+        policy: ReservationPolicy,
         settings: SimulationSettings,
         max_model_len: int,
     ) -> None:
+        _require_fitting(policy, settings)
         self._requests, self._settings = requests, settings
+        self._shares_prefix = policy == "paged" and settings.shared_prefix_len > 0
         self._clock = VirtualClock()
         self._log = _open_log(settings, self._clock, settings.resolve_num_blocks(server))
-        self._manager = BlockManager(
+        self._manager = make_manager(
+            policy,
+            max_model_len=max_model_len,
             num_blocks=settings.resolve_num_blocks(server),
             block_size=settings.block_size,
             num_host_blocks=settings.num_host_blocks,
@@ -155,10 +160,6 @@ class _Run:
             steps=self._steps,
         )
 
-    @property
-    def _shares_prefix(self) -> bool:
-        return self._settings.shared_prefix_len > 0
-
     def _register_prefix(self) -> None:
         """Compute the shared prefix, before time begins."""
         tokens, scheduler = self._maker.prefix_token_ids, self._scheduler
@@ -207,7 +208,7 @@ class _Run:
         self._meter.add_batch(seconds, num_requests=self._num_batched(plan))
         self._unseen_seconds += seconds
         if self._num_steps % MEMORY_STEPS == 1 % MEMORY_STEPS:
-            self._meter.add_use(self._unseen_seconds, _memory_use(self._manager))
+            self._meter.add_use(self._unseen_seconds, self._manager.memory_use())
             self._unseen_seconds = 0.0
         if self._settings.traces_steps or self._record is not None:
             blocks = self._manager.stats()
@@ -285,6 +286,14 @@ class _Run:
             self._record.end(group.sequences)
 
 
+def _require_fitting(policy: ReservationPolicy, settings: SimulationSettings) -> None:
+    """Refuse what contiguous regions cannot do; ``make_manager`` refuses the rest."""
+    for name, neutral in (("prefix_cache", False), ("preemption", "recompute")):
+        value = getattr(settings, name)
+        if policy != "paged" and value != neutral:
+            raise ValueError(f"{name}={value!r} must be {neutral!r} with policy={policy!r}")
+
+
 def _make_preemptor(
     manager: BlockManager, server: Server, settings: SimulationSettings
 ) -> Preemptor:
@@ -313,9 +322,3 @@ def _open_log(
         clock=lambda: clock.now,
         about={"num_blocks": num_blocks, "block_size": settings.block_size},
     )
-
-
-def _memory_use(manager: BlockManager) -> MemoryUse:
-    stats, size = manager.stats(), manager.block_size
-    free, saved = stats.free * size, stats.saved * size
-    return MemoryUse(stats.total * size, stats.filled, 0, stats.waste, 0, free, saved)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
+from paged_jax.blocks.block_stats import MemoryUse
 from paged_jax.simulation.cost_model import CostModel, RowWork
 from paged_jax.simulation.machines import Server
 from paged_jax.simulation.results import (
-    MemoryUse,
     RequestRecord,
     SimulationResult,
     TokenGaps,
