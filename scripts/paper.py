@@ -1,4 +1,4 @@
-"""The paper's experiments: a table with its figures beside ours, a picture and a JSON file each.
+"""The paper's experiments: a table with its figures beside ours, a picture, a JSON file each.
 
     python scripts/paper.py fig13
     python scripts/paper.py all --minutes=5
@@ -8,18 +8,15 @@ docs/experiments.md says how each is done and what came out.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import flags
+from absl import flags, logging
 from rich.console import Console
 
 from paged_jax_scripts import cli
-from paged_jax_scripts.experiments.catalogue import EXPERIMENTS
-from paged_jax_scripts.experiments.drawing import draw
+from paged_jax_scripts.experiments.catalogue import EXPERIMENTS, run_named
 from paged_jax_scripts.experiments.records import Options
-from paged_jax_scripts.experiments.report import print_experiment, write_json
 
 _OUT = flags.DEFINE_string("out", "results", "folder of the pictures and JSON files")
 _MINUTES = flags.DEFINE_float(
@@ -45,30 +42,16 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(f"figures={list(names)} must be some of {choices}")
     if "all" in names:
         names = [*EXPERIMENTS]
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)
+    cli.enable_compilation_cache(cli.CACHE_DIR.value)
     options = Options(
         minutes=_MINUTES.value,
         seed=_SEED.value,
         num_processes=_JOBS.value,
         model=cli.MODEL.value if _WITH_MODEL.value else None,
     )
-    out = Path(_OUT.value)
-    out.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    failed: list[str] = []
-    for name in names:
-        begin = time.perf_counter()
-        try:
-            experiment = EXPERIMENTS[name](options)
-            print_experiment(console, experiment)
-            write_json(experiment, options, out / f"{name}.json")
-            if experiment.panels:
-                draw(experiment, out / f"{name}.png")
-        except Exception:
-            if len(names) == 1:
-                raise
-            console.print_exception()
-            failed.append(name)
-        console.print(f"{name}: {time.perf_counter() - begin:.0f} s")
+    failed = run_named(names, options, out=Path(_OUT.value), console=Console())
     if failed:
         raise SystemExit(f"error: failed: {', '.join(failed)}")
 

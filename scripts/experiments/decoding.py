@@ -44,7 +44,9 @@ def run_decoding(options: Options) -> Experiment:
     kinds: dict[str, dict[str, Any]] = {"basic": {}}
     kinds |= {f"parallel {n}": {"num_samples": n} for n in NUM_SEQUENCES}
     kinds |= {f"beam {n}": {"beam_width": n} for n in NUM_SEQUENCES}
-    cases = [(kind, policy) for kind in kinds for policy in _ORCAS_AND_PAGED]
+    cases: list[tuple[str, Policy]] = [
+        (kind, policy) for kind in kinds for policy in _ORCAS_AND_PAGED
+    ]
     jobs = [
         _job(policy, "alpaca", FIRST_RATES["alpaca"], kinds[kind], options)
         for kind, policy in cases
@@ -87,11 +89,16 @@ def run_decoding(options: Options) -> Experiment:
     )
 
 
-def run_savings(options: Options) -> Experiment:
-    """Fig. 15: blocks that sharing saves, of those that there would be without."""
+def parallel_rows(options: Options, *, concurrency: int = _CONCURRENCY) -> list[Row]:
+    """What parallel sampling saves on the block manager, executed in a closed loop.
+
+    Args:
+      options: how many requests, and their lengths.
+      concurrency: requests that run at a time.
+    """
     rows: list[Row] = []
     for name, dataset in DATASETS.items():
-        num_requests = max(round(_REQUESTS_PER_MINUTE * options.minutes), 8 * _CONCURRENCY)
+        num_requests = max(round(_REQUESTS_PER_MINUTE * options.minutes), 8 * concurrency)
         requests = draw_requests(
             dataset,
             num_requests,
@@ -101,10 +108,17 @@ def run_savings(options: Options) -> Experiment:
         )
         for n in NUM_SEQUENCES:
             saving = parallel_saving(
-                requests, num_samples=n, block_size=_BLOCK_SIZE, concurrency=_CONCURRENCY
+                requests, num_samples=n, block_size=_BLOCK_SIZE, concurrency=concurrency
             )
             rows.append(_saving(name, "parallel", n, "executed", saving))
-    cases = [(name, width) for name in ("sharegpt", "alpaca") for width in NUM_SEQUENCES]
+    return rows
+
+
+def run_savings(options: Options) -> Experiment:
+    """Fig. 15: blocks that sharing saves, of those that there would be without."""
+    rows = parallel_rows(options)
+    datasets: tuple[WorkloadName, ...] = ("sharegpt", "alpaca")
+    cases = [(name, width) for name in datasets for width in NUM_SEQUENCES]
     jobs = [
         _job("paged", name, _SAVING_RATES[name], {"beam_width": width}, options)
         for name, width in cases

@@ -76,6 +76,12 @@ def run_shares(options: Options) -> Experiment:
             if row["policy"] != "paged" or category == "token states":
                 comparisons.append(_share(f"{name}, {category}", theirs, our))
     whole = 100 * saturated["filled"]
+    printed = [
+        {"policy": POLICY_NAMES[row["policy"]], "requests/s": row["rate"]}
+        | dict(zip((f"{name} %" for name in _CATEGORIES), shares_of(row), strict=True))
+        | {"free %": 100 * row["free"], "served/s": row["requests_per_second"]}
+        for row in (*rows, saturated)
+    ]
     comparisons.append(_share("paged, token states of the whole pool, saturated", 96.3, whole))
     return Experiment(
         name="fig2",
@@ -84,7 +90,8 @@ def run_shares(options: Options) -> Experiment:
         how=f"{SHAREGPT_RATE:g} requests a second, where the reserving policies' queues never "
         "empty; averages over time. Of the whole pool; paged: of the blocks in use, and of the "
         f"whole pool at {_SATURATING_RATE:g} requests a second, which are more than it can serve.",
-        rows=(*rows, saturated),
+        rows=tuple(printed),
+        points=(*rows, saturated),
         comparisons=tuple(comparisons),
         panels=(
             Bars(
@@ -135,7 +142,18 @@ def run_batches(options: Options) -> Experiment:
         title="Batched requests, OPT-13B on one A100-40GB",
         kind="simulated",
         how="Requests computed in a step, averaged over time.",
-        rows=tuple(rows),
+        rows=tuple(
+            {
+                "workload": row["workload"],
+                "policy": POLICY_NAMES[row["policy"]],
+                "requests/s": row["rate"],
+                "served/s": row["requests_per_second"],
+                "batched": row["batched_requests"],
+                "preemptions": row["preemptions"],
+            }
+            for row in rows
+        ),
+        points=tuple(rows),
         comparisons=tuple(comparisons),
         panels=tuple(panels),
     )

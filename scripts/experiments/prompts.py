@@ -41,7 +41,9 @@ def chat_job(policy: Policy, rate: float, options: Options) -> Job:
 
 def run_prefix(options: Options) -> Experiment:
     """Fig. 16: rates sustained, LLaMA-13B, translations behind one and five examples."""
-    cases = [(length, policy) for length in PAPER_PREFIX_GAINS for policy in PREFIX_POLICIES]
+    cases: list[tuple[int, Policy]] = [
+        (length, policy) for length in PAPER_PREFIX_GAINS for policy in PREFIX_POLICIES
+    ]
     jobs = [
         prefix_job(policy, length, FIRST_RATES["translation"], options) for length, policy in cases
     ]

@@ -74,7 +74,7 @@ def latency_panel(
 
 def run_rates(options: Options) -> Experiment:
     """Fig. 12, all six panels."""
-    cases = [
+    cases: list[tuple[WorkloadName, Server, float, Policy]] = [
         (dataset, server, minutes, policy)
         for dataset in _DATASETS
         for server, minutes in _SERVERS

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from paged_jax.simulation.simulator import Policy
 from paged_jax_scripts.experiments.memory_use import POLICIES as MEMORY_POLICIES
 from paged_jax_scripts.experiments.memory_use import SHAREGPT_RATE, job, shares_of
 from paged_jax_scripts.experiments.prompts import (
@@ -43,9 +44,9 @@ def _memory(options: Options) -> Figures:
 
 
 def _rates(options: Options) -> Figures:
+    policies: tuple[Policy, ...] = ("paged", "orca_oracle", "orca_max", "static")
     jobs = {
-        policy: job(policy, "sharegpt", FIRST_RATES["sharegpt"], options)
-        for policy in ("paged", "orca_oracle", "orca_max", "static")
+        policy: job(policy, "sharegpt", FIRST_RATES["sharegpt"], options) for policy in policies
     }
     return _gains("Fig. 12", jobs)
 
@@ -66,7 +67,7 @@ def _chat(options: Options) -> Figures:
     return _gains("Fig. 17", jobs)
 
 
-def _gains(name: str, jobs: Mapping[str, Job]) -> Figures:
+def _gains(name: str, jobs: Mapping[Policy, Job]) -> Figures:
     """How many times the rate of each other policy the paged one sustains."""
     rates: dict[str, float] = {}
     first = None
@@ -159,9 +160,8 @@ def run_sensitivity(options: Options) -> Experiment:
             failures.append({"headline": case.headline, **row, "error": figures})
         else:
             row.update(figures)
-    unused = [*options.assumptions.values]
     used = frozenset().union(*(headline.uses for headline in HEADLINES.values()))
-    unused = [name for name in unused if name not in used]
+    unused = [name for name in options.assumptions.values if name not in used]
     return Experiment(
         name="sensitivity",
         title="Every assumption at half and at double",
