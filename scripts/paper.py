@@ -15,7 +15,7 @@ from absl import flags, logging
 from rich.console import Console
 
 from paged_jax_scripts import cli
-from paged_jax_scripts.experiments.catalogue import EXPERIMENTS, run_named
+from paged_jax_scripts.experiments.catalogue import resolve_names, run_named
 from paged_jax_scripts.experiments.records import Options
 
 _OUT = flags.DEFINE_string("out", "results", "folder of the pictures and JSON files")
@@ -36,12 +36,7 @@ def main(argv: Sequence[str]) -> None:
       ValueError: there is no such experiment.
       SystemExit: some failed; the others ran.
     """
-    choices = [*EXPERIMENTS, "all"]
-    names = argv[1:]
-    if not names or not set(names) <= set(choices):
-        raise ValueError(f"figures={list(names)} must be some of {choices}")
-    if "all" in names:
-        names = [*EXPERIMENTS]
+    names = resolve_names(argv[1:])
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
     cli.enable_compilation_cache(cli.CACHE_DIR.value)

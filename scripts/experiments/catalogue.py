@@ -36,6 +36,18 @@ EXPERIMENTS: Mapping[str, Callable[[Options], Experiment]] = MappingProxyType(
 )
 
 
+def resolve_names(names: Sequence[str]) -> list[str]:
+    """The experiments that these names stand for: 'all' for each of them.
+
+    Raises:
+      ValueError: there are no names, or no such experiment.
+    """
+    choices = [*EXPERIMENTS, "all"]
+    if not names or not set(names) <= set(choices):
+        raise ValueError(f"figures={list(names)} must be some of {choices}")
+    return [*EXPERIMENTS] if "all" in names else list(names)
+
+
 def run_named(
     names: Sequence[str],
     options: Options,
