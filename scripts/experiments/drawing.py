@@ -15,6 +15,7 @@ from matplotlib.ticker import ScalarFormatter
 from paged_jax_scripts.experiments.records import Bars, Experiment, Lines
 
 _PANEL_SIZE = (4.2, 3.2)  # inches
+_LEAST_WIDTH = 7.2  # inches, for the title
 _MAX_COLUMNS = 3
 _DPI = 90
 
@@ -28,7 +29,7 @@ def draw(experiment: Experiment, path: Path) -> None:
     """
     num_columns = min(len(experiment.panels), _MAX_COLUMNS)
     num_rows = -(-len(experiment.panels) // num_columns)
-    size = (_PANEL_SIZE[0] * num_columns, _PANEL_SIZE[1] * num_rows + 0.4)
+    size = (max(_PANEL_SIZE[0] * num_columns, _LEAST_WIDTH), _PANEL_SIZE[1] * num_rows + 0.4)
     figure, grid = plt.subplots(num_rows, num_columns, figsize=size, squeeze=False)
     for axes in grid.flat[len(experiment.panels) :]:
         axes.set_visible(False)
@@ -38,7 +39,7 @@ def draw(experiment: Experiment, path: Path) -> None:
         else:
             _draw_bars(axes, panel)
         axes.set_title(panel.title, fontsize=10)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, framealpha=0.7)
     figure.suptitle(f"{experiment.title} ({experiment.kind})", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=_DPI)
@@ -73,5 +74,5 @@ def _draw_bars(axes: Axes, panel: Bars) -> None:
         axes.bar([place + shift for place in places], drawn, width, bottoms, label=name)
         if panel.is_stacked:
             bottoms = [below + height for below, height in zip(bottoms, drawn, strict=True)]
-    axes.set_xticks(places, panel.groups, fontsize=7, rotation=20 if len(panel.groups) > 4 else 0)
+    axes.set_xticks(places, panel.groups, fontsize=7)
     axes.set_ylabel(panel.y_label)

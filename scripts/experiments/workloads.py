@@ -18,6 +18,9 @@ WorkloadName = Literal["sharegpt", "alpaca", "translation", "chat"]
 # are the times in which queues grow: their traces are a sixth as long for the same effect.
 _SHARE_OF_MINUTES = {"sharegpt": 1.0, "chat": 1.0, "alpaca": 1 / 6, "translation": 1 / 6}
 
+# As many whatever the rate, so that a run at another rate has the same requests in the same order.
+_NUM_DRAWS = 20_000
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
@@ -59,9 +62,12 @@ def _draw(name: str, num_requests: int, seed: int, assumptions: Assumptions) -> 
     else:
         dataset = DATASETS[name]
         spreads = assumptions.prompt_spread, assumptions.output_spread
+    num_draws = _NUM_DRAWS
+    while num_draws < 2 * num_requests:
+        num_draws *= 2
     drawn = draw_requests(
         dataset,
-        2 * num_requests + 500,
+        num_draws,
         seed=seed,
         prompt_spread=spreads[0],
         output_spread=spreads[1],
@@ -71,7 +77,7 @@ def _draw(name: str, num_requests: int, seed: int, assumptions: Assumptions) -> 
     )
     if len(drawn) < num_requests:
         raise ValueError(
-            f"only {len(drawn)} of {2 * num_requests + 500} draws are within the bounds, "
+            f"only {len(drawn)} of {num_draws} draws are within the bounds, "
             f"num_requests={num_requests} are needed"
         )
     return drawn[:num_requests]
