@@ -17,7 +17,7 @@ from paged_jax_scripts.experiments.records import Bars, Experiment, Lines
 _PANEL_SIZE = (4.2, 3.2)  # inches
 _LEAST_WIDTH = 7.2  # inches, for the title
 _MAX_COLUMNS = 3
-_DPI = 90
+_DPI = 72
 
 
 def draw(experiment: Experiment, path: Path) -> None:
