@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from paged_jax.config import ModelSpec, require
+from paged_jax.dense_attention import Queries, dense_attention
 from paged_jax.pool import NULL_BLOCK, KVPool, run_pool_op
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention, plan_attention
@@ -205,21 +206,26 @@ class PagedKVCache:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["kv", "starts", "q_lens"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["kv", "starts", "q_lens", "regions"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class DenseKVCache:
-    """The contiguous baseline: one region of C positions a row, reserved whole.
+    """The contiguous baseline: regions of C positions, reserved whole.
 
     Attributes:
-      kv: ``[L, B, 2, K, C, D]``, head-major like the pool's blocks.
+      kv: ``[L, N, 2, K, C, D]``, N regions, head-major like the pool's blocks.
       starts: position of each row's first new token (its length before this step).
       q_lens: this step's new tokens a row; 0 marks a padding row.
+      regions: the region of each row; where T is 1, no two rows have the same. None: row b has
+        region b.
     """
 
-    kv: Float[Array, "L B 2 K C D"]
+    kv: Float[Array, "L N 2 K C D"]
     starts: Int[Array, "B"]
     q_lens: Int[Array, "B"]
+    regions: Int[Array, "B"] | None = None
 
     @classmethod
     def create(
@@ -242,6 +248,11 @@ class DenseKVCache:
         return dataclasses.replace(self, starts=starts, q_lens=q_lens)
 
     @property
+    def pool(self) -> KVPool:
+        """The regions as long blocks: the layouts are the same."""
+        return KVPool(self.kv)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole cache."""
         return self.kv.size * self.kv.dtype.itemsize
@@ -256,89 +267,28 @@ class DenseKVCache:
     ) -> tuple[Float[Array, "B T H D"], DenseKVCache]:
         """See ``KVCache.attend``."""
         batch_size, num_new = q.shape[:2]
-        capacity = self.kv.shape[4]
+        num_regions, capacity = self.kv.shape[1], self.kv.shape[4]
+        rows = jnp.arange(batch_size, dtype=jnp.int32)
         offsets = jnp.arange(num_new, dtype=jnp.int32)
         positions = self.starts[:, None] + offsets  # [B, T]
         # Padding goes one past the end and is dropped; -1 would wrap to the last slot.
         target = jnp.where(offsets < self.q_lens[:, None], positions, capacity)
-        rows = jnp.arange(batch_size)[:, None]
+        regions = rows if self.regions is None else self.regions
+        regions = jnp.where(self.q_lens > 0, regions, num_regions)
         new_kv = jnp.stack([k, v], axis=2).astype(self.kv.dtype)  # [B, T, 2, K, D]
-        kv = self.kv.at[layer, rows, :, :, target].set(new_kv, mode="drop")
-        out = dense_attention(
-            q, kv[layer], self.starts + self.q_lens, self.q_lens, positions, **options
+        kv = self.kv.at[layer, regions[:, None], :, :, target].set(new_kv, mode="drop")
+        cache = dataclasses.replace(self, kv=kv)
+        arrays = Queries(q, self.starts, self.q_lens, rows)
+        if self.regions is None:
+            return dense_attention(arrays, kv, layer, **options), cache
+        if num_new > 1:
+            return dense_attention(arrays, kv, layer, regions=regions, **options), cache
+        # One query a region is moved to its region sooner than the regions are gathered for them.
+        arrays = jax.tree.map(
+            lambda x: (
+                jnp.zeros((num_regions, *x.shape[1:]), x.dtype).at[regions].set(x, mode="drop")
+            ),
+            arrays,
         )
-        return out, dataclasses.replace(self, kv=kv)
-
-
-def dense_attention(
-    q: Float[Array, "B T H D"],
-    kv: Float[Array, "B 2 K C D"],
-    kv_lens: Int[Array, "B"],
-    q_lens: Int[Array, "B"],
-    positions: Int[Array, "B T"],
-    *,
-    scale: float | None = None,
-    window: Int[Array, ""] | int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, "H"] | None = None,
-    score_fn: ScoreFn | None = None,
-) -> Float[Array, "B T H D"]:
-    """Causal attention over a contiguous cache, all positions at once (the plain softmax).
-
-    Independent of the paged op on purpose: the two are compared with each other.
-
-    Args:
-      q: queries.
-      kv: keys (index 0 of the second axis) and values of one layer.
-      kv_lens: valid positions a row, this step's tokens included.
-      q_lens: real queries a row.
-      positions: position of each query.
-      scale: see ``KVCache.attend``, as for the rest.
-      window: likewise.
-      soft_cap: likewise.
-      sinks: likewise.
-      score_fn: likewise.
-
-    Returns:
-      Outputs in q's dtype; zeros at padding.
-    """
-    num_rows, num_new, num_heads, head_dim = q.shape
-    num_kv_heads, capacity = kv.shape[2:4]
-    factor = head_dim**-0.5 if scale is None else scale
-    grouped = q.astype(kv.dtype).reshape(num_rows, num_new, num_kv_heads, -1, head_dim)
-    # Batch axes first: XLA on CPU multiplies 16-bit operands into float32 in this order only.
-    grouped = grouped.transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
-    k_pos = jnp.arange(capacity, dtype=jnp.int32)
-    is_written = k_pos < kv_lens[:, None]  # [B, C]
-    values = jnp.where(is_written[:, None, :, None], kv[:, 1], 0)  # [B, K, C, D]
-    scores = jnp.einsum("bkgtd,bkcd->bkgtc", grouped, kv[:, 0], preferred_element_type=jnp.float32)
-    scores = scores * factor
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    if score_fn is not None:
-        rows = jnp.arange(num_rows)[:, None, None, None, None]
-        heads = jnp.arange(num_heads).reshape(1, num_kv_heads, -1, 1, 1)
-        q_pos = positions[:, None, None, :, None]
-        scores = score_fn(scores, rows, heads, q_pos, k_pos)
-    seen = is_written[:, None] & (k_pos <= positions[..., None])  # [B, T, C]
-    if window is not None:
-        seen &= k_pos > positions[..., None] - window
-    seen &= (jnp.arange(num_new) < q_lens[:, None])[..., None]
-    seen = seen[:, None, None]  # [B, 1, 1, T, C]
-    top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
-    sink = None
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1, 1)
-        top = jnp.maximum(top, sink)
-    top = jnp.where(jnp.isfinite(top), top, 0.0)
-    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores, 0.0) - top), 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    if sink is not None:
-        total = total + jnp.exp(sink - top)
-    weights = weights / jnp.where(total > 0, total, 1.0)
-    out = jnp.einsum(
-        "bkgtc,bkcd->bkgtd", weights.astype(kv.dtype), values, preferred_element_type=jnp.float32
-    )
-    out = out.transpose(0, 3, 1, 2, 4)  # [B, T, K, G, D]
-    is_query = (jnp.arange(num_new) < q_lens[:, None])[:, :, None, None]
-    return jnp.where(is_query, out.reshape(q.shape), 0).astype(q.dtype)
+        out = dense_attention(arrays, kv, layer, **options)
+        return out.at[regions].get(mode="fill", fill_value=0), cache

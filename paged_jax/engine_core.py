@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from typing import ClassVar
 
 import numpy as np
 
@@ -42,6 +43,8 @@ from paged_jax.text_stream import TextStream
 class EngineCore:
     """Requests in, steps, outputs out; ``Engine`` adds the ways to use it."""
 
+    _executor_type: ClassVar[type[JaxExecutor]] = JaxExecutor
+
     def __init__(self, model: Model, *, config: EngineConfig | None = None) -> None:
         config = EngineConfig() if config is None else config
         require(isinstance(model, Model), f"model={model!r} must be a paged_jax.Model")
@@ -64,7 +67,7 @@ class EngineCore:
         self._record = log and EngineRecord(
             log, scheduler=self.scheduler, block_manager=self.block_manager
         )
-        self.executor = JaxExecutor(
+        self.executor = self._executor_type(
             model,
             config,
             num_blocks=self.num_blocks,

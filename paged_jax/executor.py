@@ -14,7 +14,7 @@ import numpy as np
 from paged_jax.batch import BatchLayout, BatchPacker, beam_rows, padded_rows, row_buckets
 from paged_jax.block_fill import ID_BUCKETS, make_block_fill, padded_ids
 from paged_jax.blocks.block_moves import FreedBlocks
-from paged_jax.config import EngineConfig
+from paged_jax.config import EngineConfig, ModelSpec
 from paged_jax.host_pool import HostPool
 from paged_jax.model import Model
 from paged_jax.pool import KVPool
@@ -85,13 +85,7 @@ class JaxExecutor:
             table_of=table_of,
             seed_of=seed_of,
         )
-        self.pool = KVPool.create(
-            model.spec,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            dtype=config.kv_dtype,
-            head_dim=config.pool_head_dim,
-        )
+        self.pool = self._make_pool(model.spec, config, num_blocks=num_blocks)
         self.state = jax.jit(create, static_argnums=0)(config.max_num_seqs)
         choices = {
             "backend": config.attention_backend,
@@ -110,6 +104,16 @@ class JaxExecutor:
         )
         self._with_penalties = jax.jit(
             functools.partial(with_penalties, vocab_size=model.spec.vocab_size)
+        )
+
+    @staticmethod
+    def _make_pool(spec: ModelSpec, config: EngineConfig, *, num_blocks: int) -> KVPool:
+        return KVPool.create(
+            spec,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            dtype=config.kv_dtype,
+            head_dim=config.pool_head_dim,
         )
 
     @property

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from paged_jax.batch import BatchLayout, StepInputs, unpack
-from paged_jax.cache import PagedKVCache
+from paged_jax.cache import DenseKVCache, PagedKVCache
 from paged_jax.config import require
 from paged_jax.model import ApplyFn
 from paged_jax.pool import KVPool, run_pool_op
@@ -56,6 +56,7 @@ def make_step(
     interpret: bool = False,
     num_heads: int | None = None,
     max_window: int | None = None,
+    is_dense: bool = False,
 ) -> Callable[..., Any]:
     """Build the jitted step of a model, or return it: engines of one model share their programs.
 
@@ -66,6 +67,8 @@ def make_step(
       interpret: run a GPU backend in Pallas's interpreter (for tests).
       num_heads: the model's query heads (H), which lets the layers share one plan on a GPU.
       max_window: keys that a query may attend to in any layer; None: all.
+      is_dense: the pool's blocks are the regions of a ``DenseKVCache``, each as long as a context:
+        block id i is region i - 1, and there is no null block.
 
     Returns:
       ``step(params, pool, state, packed, *, layout) -> (pool, state, StepOutputs)``.
@@ -75,17 +78,21 @@ def make_step(
         params: Any, pool: KVPool, state: RowState, packed: Array, *, layout: BatchLayout
     ) -> tuple[KVPool, RowState, StepOutputs]:
         inputs = unpack(packed, layout)
-        cache = PagedKVCache.from_tables(
-            pool,
-            inputs.block_tables,
-            inputs.start,
-            inputs.num_new,
-            num_new=layout.num_new,
-            num_heads=num_heads,
-            backend=backend,
-            interpret=interpret,
-            max_window=max_window,
-        )
+        if is_dense:
+            regions = inputs.block_tables[:, 0] - 1
+            cache = DenseKVCache(pool.blocks, inputs.start, inputs.num_new, regions)
+        else:
+            cache = PagedKVCache.from_tables(
+                pool,
+                inputs.block_tables,
+                inputs.start,
+                inputs.num_new,
+                num_new=layout.num_new,
+                num_heads=num_heads,
+                backend=backend,
+                interpret=interpret,
+                max_window=max_window,
+            )
         pool, logits = _run_model(apply, params, cache, state, inputs, layout)
         if layout.verifies:
             state, sampled = _verify_rows(logits, state, inputs, layout)
@@ -110,7 +117,7 @@ def make_step(
 def _run_model(
     apply: ApplyFn,
     params: Any,
-    cache: PagedKVCache,
+    cache: PagedKVCache | DenseKVCache,
     state: RowState,
     inputs: StepInputs,
     layout: BatchLayout,
@@ -132,12 +139,16 @@ def _run_model(
 
 
 def _checked(
-    result: Any, *, given: PagedKVCache, shape: tuple[int, ...], vocab_size: int
+    result: Any,
+    *,
+    given: PagedKVCache | DenseKVCache,
+    shape: tuple[int, ...],
+    vocab_size: int,
 ) -> tuple[KVPool, Array]:
     """Tell a model's author, at trace time, what ``apply`` returned wrongly."""
     is_pair = isinstance(result, tuple) and len(result) == 2
     require(
-        is_pair and isinstance(result[1], PagedKVCache),
+        is_pair and isinstance(result[1], type(given)),
         f"apply returned {type(result).__name__}, must return the pair (logits, cache)",
     )
     logits, cache = result

@@ -28,7 +28,7 @@ def decay(score, row, head, q_pos, k_pos):
     return score - 0.1 * (1 + head) * (q_pos - k_pos)
 
 
-@pytest.mark.parametrize(
+each_option = pytest.mark.parametrize(
     "options",
     [
         {},
@@ -40,6 +40,9 @@ def decay(score, row, head, q_pos, k_pos):
     ],
     ids=lambda options: next(iter(options), "plain"),
 )
+
+
+@each_option
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 def test_paged_equals_dense_over_three_steps(options, backend):
     rng = np.random.default_rng(0)
@@ -64,6 +67,24 @@ def test_paged_equals_dense_over_three_steps(options, backend):
             assert (np.asarray(paged_out)[padding] == 0).all()
             assert (np.asarray(dense_out)[padding] == 0).all()
         pool, starts = paged.pool, starts + q_lens
+
+
+@each_option
+def test_dense_attention_is_the_same_in_slices(options, monkeypatch):
+    """Rows end inside a slice, between two, and in the last one, which overlaps its neighbour."""
+    rng = np.random.default_rng(0)
+    starts, q_lens = np.array([4, 0, 19, 8], np.int32), np.array([3, 0, 5, 2], np.int32)
+    q, k, v = random_qkv(rng, 4, 5)
+    kv = rng.normal(size=(2, 4, 2, 2, CAPACITY, 8)).astype(np.float32)
+    for row, start in enumerate(starts):
+        kv[:, row, :, :, start:] = np.nan
+    outs = []
+    for width in (CAPACITY, 5, 1):
+        monkeypatch.setattr("paged_jax.dense_attention.DENSE_SLICE", width)
+        cache = DenseKVCache(jnp.asarray(kv), jnp.asarray(starts), jnp.asarray(q_lens))
+        outs.append(cache.attend(1, q, k, v, **options)[0])
+    np.testing.assert_allclose(outs[1], outs[0], atol=2e-6)
+    np.testing.assert_allclose(outs[2], outs[0], atol=2e-6)
 
 
 def test_slots_follow_the_table_and_padding_goes_to_the_null_block():

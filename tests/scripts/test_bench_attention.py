@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from paged_jax_scripts.attention_timing import Form, check_in_place
 from scripts import bench_attention
-from scripts.bench_attention import Form, check_in_place
 
 ROOT = pathlib.Path(bench_attention.__file__).parent.parent
 
