@@ -9,8 +9,9 @@ PYTEST_ARGS ?=
 JAX ?= 0.12.0.1
 REPORT ?= results/compile_report-$(JAX)
 REPORT_ARGS ?=
+PAPER_ARGS ?=
 
-.PHONY: help demo install dev test lint types unit test-all test-sampled test-long test-kernels test-min compile-report fmt bench clean
+.PHONY: help demo install dev paper test lint types unit test-all test-sampled test-long test-kernels test-min compile-report fmt bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +63,10 @@ bench: install ## the benchmarks of this machine (minutes)
 	$(PY) scripts/bench_throughput.py
 	$(PY) scripts/bench_attention.py
 	$(PY) scripts/bench_preemption.py
+
+paper: ## the paper's experiments beside its figures, into results/ (PAPER_ARGS=--minutes=5: shorter)
+	@PYTHON="$(PYTHON)" scripts/make_venv.sh $(VENV) experiments $(CONSTRAINTS)
+	$(PY) scripts/paper.py all --jobs=$(JOBS) $(PAPER_ARGS)
 
 clean: ## remove environments and caches of the checkout (not the converted weights)
 	rm -rf .venv .venv-min .venv-aot .pytest_cache .ruff_cache .hypothesis build *.egg-info

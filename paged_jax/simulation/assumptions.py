@@ -7,6 +7,7 @@ at half and at double.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 # Standard deviations of the lengths' logarithms (``lengths.fit_spread``) in the first turns of
 # 2,656 ShareGPT conversations: OpenChat's ShareGPT lengths as published with Sarathi-Serve, Llama-2
@@ -78,3 +79,66 @@ class CostConstants:
             if value < 0 or (least_is_open and value == 0):
                 sign = ">" if least_is_open else ">="
                 raise ValueError(f"{field.name}={value!r} must be {sign} 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """All of this page in one record, so that a run can be repeated with any of it changed.
+
+    The fields are the constants above, in small letters, and ``cost``.
+    """
+
+    prompt_spread: float = PROMPT_SPREAD
+    output_spread: float = OUTPUT_SPREAD
+    min_len: int = MIN_LEN
+    max_prompt: int = MAX_PROMPT
+    max_total: int = MAX_TOTAL
+    max_normalized_latency: float = MAX_NORMALIZED_LATENCY
+    translation_prompt_mean: float = TRANSLATION_PROMPT_MEAN
+    translation_output_mean: float = TRANSLATION_OUTPUT_MEAN
+    translation_spread: float = TRANSLATION_SPREAD
+    chat_mean_turns: float = CHAT_MEAN_TURNS
+    chat_max_prompt: int = CHAT_MAX_PROMPT
+    chat_max_output: int = CHAT_MAX_OUTPUT
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    cost: CostConstants = CostConstants()
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Every constant by name; those of ``cost`` are called ``cost.name``."""
+        flat = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "cost"
+        }
+        return flat | {f"cost.{name}": value for name, value in vars(self.cost).items()}
+
+    def scaled(self, name: str, factor: float) -> Assumptions:
+        """The same with one constant times ``factor``; whole numbers stay whole.
+
+        Args:
+          name: a key of ``values``.
+          factor: more than 0.
+
+        Raises:
+          ValueError: there is no such constant.
+        """
+        if name not in self.values:
+            raise ValueError(f"name={name!r} must be one of {[*self.values]}")
+        value = self.values[name] * factor
+        if isinstance(self.values[name], int):
+            value = max(round(value), 1)
+        if name.startswith("cost."):
+            cost = dataclasses.replace(self.cost, **{name.removeprefix("cost."): value})
+            return dataclasses.replace(self, cost=cost)
+        return dataclasses.replace(self, **{name: value})
+
+    def variants(self) -> Iterator[tuple[str, float, Assumptions]]:
+        """Name, factor and assumptions with every constant at half and at double in turn."""
+        for name in self.values:
+            for factor in (0.5, 2.0):
+                yield name, factor, self.scaled(name, factor)
+
+
+DEFAULT = Assumptions()

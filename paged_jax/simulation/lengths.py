@@ -55,6 +55,9 @@ def draw_requests(
     seed: int,
     prompt_spread: float = PROMPT_SPREAD,
     output_spread: float = OUTPUT_SPREAD,
+    min_len: int = MIN_LEN,
+    max_prompt: int = MAX_PROMPT,
+    max_total: int = MAX_TOTAL,
 ) -> list[TraceRequest]:
     """Draw independent lognormal lengths; those out of bounds are dropped.
 
@@ -66,6 +69,9 @@ def draw_requests(
       seed: of the draws.
       prompt_spread: sigma of the prompts' logarithms.
       output_spread: of the outputs'.
+      min_len: least tokens of a prompt, and of an output.
+      max_prompt: most tokens of a prompt.
+      max_total: of prompt and output.
 
     Raises:
       ValueError: too few requests, or too large spreads, for such means.
@@ -76,7 +82,7 @@ def draw_requests(
     scales = np.log(means)
     for _ in range(100):
         lens = np.rint(np.exp(scales[:, None] + noise)).astype(int)
-        kept = (lens.min(0) >= MIN_LEN) & (lens[0] <= MAX_PROMPT) & (lens.sum(0) <= MAX_TOTAL)
+        kept = (lens.min(0) >= min_len) & (lens[0] <= max_prompt) & (lens.sum(0) <= max_total)
         if not kept.any():
             break
         errors = np.log(means / lens[:, kept].mean(1))

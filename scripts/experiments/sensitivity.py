@@ -1,0 +1,174 @@
+"""The headline results with every assumption at half and at double: which of them moves what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from paged_jax.simulation.simulator import Policy
+from paged_jax_scripts.experiments.memory_use import POLICIES as MEMORY_POLICIES
+from paged_jax_scripts.experiments.memory_use import SHAREGPT_RATE, job, shares_of
+from paged_jax_scripts.experiments.prompts import (
+    CHAT_POLICIES,
+    PAPER_PREFIX_GAINS,
+    PREFIX_POLICIES,
+    chat_job,
+    prefix_job,
+)
+from paged_jax_scripts.experiments.records import Experiment, Options, Row
+from paged_jax_scripts.experiments.request_rates import FIRST_RATES
+from paged_jax_scripts.experiments.runs import (
+    POLICY_NAMES,
+    Job,
+    Search,
+    run_all,
+    run_job,
+    sustained_rate,
+)
+
+_SHARE_OF_MINUTES = 0.25
+_WIDENING, _TOLERANCE = 1.3, 1.05
+
+Figures = dict[str, float]
+
+
+def _memory(options: Options) -> Figures:
+    figures: Figures = {}
+    for policy in MEMORY_POLICIES:
+        row = run_job(job(policy, "sharegpt", SHAREGPT_RATE, options))
+        name = POLICY_NAMES[policy]
+        figures[f"Fig. 2 tokens %, {name}"] = shares_of(row)[0]
+        figures[f"Fig. 13 batch, {name}"] = row["batched_requests"]
+    return dict(sorted(figures.items()))
+
+
+def _rates(options: Options) -> Figures:
+    policies: tuple[Policy, ...] = ("paged", "orca_oracle", "orca_max", "static")
+    jobs = {
+        policy: job(policy, "sharegpt", FIRST_RATES["sharegpt"], options) for policy in policies
+    }
+    return _gains("Fig. 12", jobs)
+
+
+def _prefix(options: Options) -> Figures:
+    figures: Figures = {}
+    for length in PAPER_PREFIX_GAINS:
+        jobs = {
+            policy: prefix_job(policy, length, FIRST_RATES["translation"], options)
+            for policy in PREFIX_POLICIES
+        }
+        figures |= _gains(f"Fig. 16, {length} tokens", jobs)
+    return figures
+
+
+def _chat(options: Options) -> Figures:
+    jobs = {policy: chat_job(policy, FIRST_RATES["chat"], options) for policy in CHAT_POLICIES}
+    return _gains("Fig. 17", jobs)
+
+
+def _gains(name: str, jobs: Mapping[Policy, Job]) -> Figures:
+    """How many times the rate of each other policy the paged one sustains."""
+    rates: dict[str, float] = {}
+    first = None
+    for policy, one in jobs.items():
+        # The last rate is a good first guess for the next policy's.
+        one = one if first is None else one.at(first)
+        search = Search(job=one, widening=_WIDENING, tolerance=_TOLERANCE)
+        first = rates[policy] = sustained_rate(search).rate
+    return {
+        f"{name}, paged / {POLICY_NAMES[policy]}": rates["paged"] / rate
+        for policy, rate in rates.items()
+        if policy != "paged"
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Headline:
+    """Results that are computed together.
+
+    Attributes:
+      compute: gives them, by name.
+      uses: assumptions that enter.
+    """
+
+    compute: Callable[[Options], Figures]
+    uses: frozenset[str]
+
+
+_SERVER = frozenset(
+    {
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "cost.bandwidth_efficiency",
+        "cost.flops_efficiency",
+        "cost.overhead",
+        "cost.row_overhead",
+    }
+)
+_SHAREGPT = _SERVER | {"prompt_spread", "output_spread", "min_len", "max_prompt", "max_total"}
+_LIMIT = {"max_normalized_latency"}
+_TRANSLATION = {"translation_prompt_mean", "translation_output_mean", "translation_spread"}
+_CHAT = {"chat_mean_turns", "chat_max_prompt", "chat_max_output"}
+# What is in no set does not enter: links of several GPUs, swapping, beams.
+HEADLINES: Mapping[str, Headline] = MappingProxyType(
+    {
+        "memory": Headline(_memory, _SHAREGPT),
+        "rates": Headline(_rates, _SHAREGPT | _LIMIT),
+        "prefix": Headline(
+            _prefix, _SERVER | _LIMIT | _TRANSLATION | {"min_len", "max_prompt", "max_total"}
+        ),
+        "chat": Headline(_chat, _SHAREGPT | _LIMIT | _CHAT),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Case:
+    headline: str
+    constant: str
+    factor: float
+    options: Options
+
+
+def _run(case: _Case) -> Figures | str:
+    """The case's figures, or why there are none."""
+    try:
+        return HEADLINES[case.headline].compute(case.options)
+    except ValueError as error:
+        return str(error)
+
+
+def run_sensitivity(options: Options) -> Experiment:
+    """Every constant of the assumptions at half and at double, one at a time."""
+    short = dataclasses.replace(options, minutes=options.minutes * _SHARE_OF_MINUTES)
+    cases = [_Case(name, "as assumed", 1.0, short) for name in HEADLINES]
+    for constant, factor, assumptions in options.assumptions.variants():
+        changed = dataclasses.replace(short, assumptions=assumptions)
+        cases += [
+            _Case(name, constant, factor, changed)
+            for name, headline in HEADLINES.items()
+            if constant in headline.uses
+        ]
+    found = run_all(_run, cases, num_processes=options.num_processes)
+    rows: dict[tuple[str, float], Row] = {}
+    failures: list[Row] = []
+    for case, figures in zip(cases, found, strict=True):
+        key = (case.constant, case.factor)
+        row = rows.setdefault(key, {"constant": case.constant, "times": case.factor})
+        if isinstance(figures, str):
+            failures.append({"headline": case.headline, **row, "error": figures})
+        else:
+            row.update(figures)
+    used = frozenset().union(*(headline.uses for headline in HEADLINES.values()))
+    unused = [name for name in options.assumptions.values if name not in used]
+    return Experiment(
+        name="sensitivity",
+        title="Every assumption at half and at double",
+        kind="simulated",
+        how=f"Traces of {short.minutes:g} minutes, rates to {100 * (_TOLERANCE - 1):.0f} %. An "
+        "empty cell: the constant does not enter, or no such load can be drawn or served. "
+        f"No headline uses {', '.join(unused)}.",
+        rows=tuple(rows.values()),
+        points=tuple(failures),
+    )
