@@ -54,7 +54,7 @@ def run_block_sizes(options: Options) -> Experiment:
         kind="executed and simulated",
         how="Attention: OPT-13B's heads on this machine, paged over the fastest dense form; by "
         "block size at context 256. End to end: the loads of Fig. 13 on an A100-40GB, where block "
-        "sizes decide how much of the last blocks is not filled, and a kernel's liking is left out.",
+        "sizes decide how much of the last blocks is not filled; a kernel's liking is left out.",
         rows=(
             *attention,
             *(
