@@ -19,7 +19,9 @@ _LOADS: tuple[tuple[WorkloadName, float], ...] = (
 def run_block_sizes(options: Options) -> Experiment:
     """Time attention here, and serve the loads of Fig. 13 with each block size."""
     attention = _attention()
-    cases = [(name, rate, size) for name, rate in _LOADS for size in BLOCK_SIZES]
+    cases: list[tuple[WorkloadName, float, int]] = [
+        (name, rate, size) for name, rate in _LOADS for size in BLOCK_SIZES
+    ]
     jobs = [
         Job(
             server=PAPER_OPT_13B,
@@ -50,9 +52,9 @@ def run_block_sizes(options: Options) -> Experiment:
         name="fig18",
         title="Attention through block tables, and the block size",
         kind="executed and simulated",
-        how="Attention: OPT-13B's heads on this machine, paged over the fastest dense form; by block "
-        "size at context 256. End to end: the loads of Fig. 13 on an A100-40GB, where block sizes "
-        "decide how much of the last blocks is not filled, and a kernel's liking is left out.",
+        how="Attention: OPT-13B's heads on this machine, paged over the fastest dense form; by "
+        "block size at context 256. End to end: the loads of Fig. 13 on an A100-40GB, where block "
+        "sizes decide how much of the last blocks is not filled; a kernel's liking is left out.",
         rows=(
             *attention,
             *(

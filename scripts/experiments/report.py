@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -24,7 +25,8 @@ def print_experiment(console: Console, experiment: Experiment) -> None:
     """Print rows, and the comparisons with the paper's figures beside ours."""
     console.print(f"\n[bold]{experiment.name}: {experiment.title}[/] ({experiment.kind})")
     console.print(experiment.how)
-    console.print(rows_table(experiment.rows))
+    for _, rows in itertools.groupby(experiment.rows, key=tuple):
+        console.print(rows_table(list(rows)))
     if experiment.comparisons:
         console.print(comparison_table(experiment.comparisons))
 

@@ -25,7 +25,7 @@ POLICY_NAMES: Mapping[str, str] = MappingProxyType(
         "static": "FasterTransformer",
     }
 )
-_MAX_WIDENINGS = 12
+_MAX_WIDENINGS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
