@@ -57,3 +57,14 @@ def test_own_model_example(capsys):
     run_block(4)
     token_lists = eval(capsys.readouterr().out)
     assert [len(tokens) for tokens in token_lists] == [16, 16]
+
+
+@pytest.mark.weights
+def test_dense_engine_example(smollm2, capsys):
+    del smollm2
+    run_block(5)
+    same, numbers = capsys.readouterr().out.rsplit("] ", 1)
+    assert same == "[True, True, True"
+    num_bytes, blocks = int(numbers.split()[0]), int(numbers.split("held ")[1].split()[0])
+    assert num_bytes == 3 * 256 * 2 * 30 * 3 * 64 * 4
+    assert blocks == 3

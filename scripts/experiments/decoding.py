@@ -19,7 +19,7 @@ from paged_jax_scripts.experiments.workloads import Workload, WorkloadName
 from paged_jax_scripts.sharing import parallel_saving
 
 NUM_SEQUENCES = (2, 4, 6)
-_ORCAS_AND_PAGED = tuple(policy for policy in POLICIES if policy != "static")
+_ORCAS_AND_PAGED: tuple[Policy, ...] = tuple(policy for policy in POLICIES if policy != "static")
 _BLOCK_SIZE = 16
 _CONCURRENCY = 32
 _REQUESTS_PER_MINUTE = 100  # of the closed loop: 20 minutes are as docs/sharing.md has it
@@ -118,7 +118,9 @@ def run_savings(options: Options) -> Experiment:
     """Fig. 15: blocks that sharing saves, of those that there would be without."""
     rows = parallel_rows(options)
     datasets: tuple[WorkloadName, ...] = ("sharegpt", "alpaca")
-    cases = [(name, width) for name in datasets for width in NUM_SEQUENCES]
+    cases: list[tuple[WorkloadName, int]] = [
+        (name, width) for name in datasets for width in NUM_SEQUENCES
+    ]
     jobs = [
         _job("paged", name, _SAVING_RATES[name], {"beam_width": width}, options)
         for name, width in cases

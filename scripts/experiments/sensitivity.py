@@ -45,7 +45,7 @@ def _memory(options: Options) -> Figures:
 
 def _rates(options: Options) -> Figures:
     policies: tuple[Policy, ...] = ("paged", "orca_oracle", "orca_max", "static")
-    jobs = {
+    jobs: dict[Policy, Job] = {
         policy: job(policy, "sharegpt", FIRST_RATES["sharegpt"], options) for policy in policies
     }
     return _gains("Fig. 12", jobs)
@@ -54,7 +54,7 @@ def _rates(options: Options) -> Figures:
 def _prefix(options: Options) -> Figures:
     figures: Figures = {}
     for length in PAPER_PREFIX_GAINS:
-        jobs = {
+        jobs: dict[Policy, Job] = {
             policy: prefix_job(policy, length, FIRST_RATES["translation"], options)
             for policy in PREFIX_POLICIES
         }
@@ -63,7 +63,9 @@ def _prefix(options: Options) -> Figures:
 
 
 def _chat(options: Options) -> Figures:
-    jobs = {policy: chat_job(policy, FIRST_RATES["chat"], options) for policy in CHAT_POLICIES}
+    jobs: dict[Policy, Job] = {
+        policy: chat_job(policy, FIRST_RATES["chat"], options) for policy in CHAT_POLICIES
+    }
     return _gains("Fig. 17", jobs)
 
 
