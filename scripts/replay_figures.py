@@ -84,7 +84,7 @@ def table_rows(figures: ReplayFigures) -> list[tuple[str, str]]:
         if count
     ]
     count = figures.num_compilations
-    compiled = f", {count} programs compiled in them: run again" if count else ""
+    compiled = f", in them {count} compilation(s): run again" if count else ""
     shares = {
         name: f"{getattr(memory, name):.1%} {name}"
         for name in ("filled", "reserved", "internal", "external", "free")
