@@ -192,8 +192,3 @@ def warm_up(engine: Engine, *, seed: int) -> None:
         if num_tokens < 1:
             break
         engine.generate(rng.integers(0, vocab_size, (count, num_tokens)).tolist(), params)
-    if config.prefix_cache and 2 * config.block_size <= engine.max_model_len:
-        # The second one finds its last block full, and copies it to write into it.
-        prompt = rng.integers(0, vocab_size, (1, config.block_size)).tolist()
-        for _ in range(2):
-            engine.generate(prompt, params)
