@@ -36,7 +36,7 @@ class ReplayFigures:
       most_at_once: most of them at any time between first token and end.
       num_unfinished: requests that came and had not ended when the run did.
       num_refused: requests that the engine did not take.
-      num_compilations: while it ran, each of them a step that took seconds.
+      num_compilations: while it ran, each in a step that waited for it.
     """
 
     summary: RunSummary
@@ -84,7 +84,7 @@ def table_rows(figures: ReplayFigures) -> list[tuple[str, str]]:
         if count
     ]
     count = figures.num_compilations
-    compiled = f", {count} programs compiled in them: run again" if count else ""
+    compiled = f", {count} compilation(s) in them" if count else ""
     shares = {
         name: f"{getattr(memory, name):.1%} {name}"
         for name in ("filled", "reserved", "internal", "external", "free")

@@ -59,7 +59,6 @@ cli.define_engine_flags()
 flags.adopt_module_key_flags(cli)
 
 _SIMULATED_FLAGS = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
-_REAL_ONLY = ("model", "dtype", "speculate")
 
 
 def _check_flags() -> None:
@@ -71,28 +70,35 @@ def _check_flags() -> None:
         raise ValueError(f"rate=None must be given with dataset={_DATASET.value}")
     if _MAX_SECONDS.value is not None and not _MAX_SECONDS.value > 0:
         raise ValueError(f"max_seconds={_MAX_SECONDS.value} must be > 0")
-    if _MODE.value == "simulated":
-        if _SERVER.value is None:
-            raise ValueError(f"server=None must be one of {', '.join(SERVERS)} to be simulated")
-        given = [name for name in _REAL_ONLY if flags.FLAGS[name].present]
-        if given:
-            raise ValueError(f"{', '.join(given)}: must not be given with mode=simulated")
-    else:
-        if _SERVER.value is not None:
-            raise ValueError(f"server={_SERVER.value} must not be given with mode=real")
-        if _POLICY.value == "static":
-            raise ValueError("policy=static must be run with mode=simulated: no engine does that")
+    if _MODE.value == "simulated" and _SERVER.value is None:
+        raise ValueError(f"server=None must be one of {', '.join(SERVERS)} to be simulated")
+    if _MODE.value == "real" and _POLICY.value == "static":
+        raise ValueError("policy=static must be run with mode=simulated: no engine does that")
+    unused = {
+        "a trace": _TRACE.value is not None and ("num_requests",),
+        "a dataset": _DATASET.value is not None and ("max_requests", "divide_by"),
+        "mode=real": _MODE.value == "real" and ("server",),
+        "mode=simulated": _MODE.value == "simulated" and ("model", "dtype", "speculate"),
+    }
+    for case, names in unused.items():
+        for name in names or ():
+            if flags.FLAGS[name].present:
+                raise ValueError(f"{name}={flags.FLAGS[name].value} must not be given with {case}")
 
 
-def _load_requests() -> list[TraceRequest]:
+def _load_requests() -> tuple[str, list[TraceRequest]]:
+    """The workload's name and its requests."""
     if _TRACE.value is not None:
+        name = Path(_TRACE.value).name
         requests = read_trace(
             _TRACE.value, max_requests=_MAX_REQUESTS.value, divide_by=_DIVIDE_BY.value
         )
     else:
+        assert _DATASET.value is not None, "checked before"
+        name = _DATASET.value
         # Enough that the means are the dataset's; the first ones of them are a fair sample.
         num_requests, seed = _NUM_REQUESTS.value, _SEED.value
-        drawn = draw_requests(DATASETS[_DATASET.value], max(1000, 2 * num_requests), seed=seed)
+        drawn = draw_requests(DATASETS[name], max(1000, 2 * num_requests), seed=seed)
         requests = drawn[:num_requests]
     if _RATE.value is not None:
         requests = poisson(requests, rate=_RATE.value, seed=_SEED.value)
@@ -101,7 +107,7 @@ def _load_requests() -> list[TraceRequest]:
     kept = [request for request in requests if most is None or request.arrival <= most]
     if not kept:
         raise ValueError(f"max_seconds={most} must not be before the first request comes")
-    return kept
+    return name, kept
 
 
 def _fit(
@@ -152,9 +158,10 @@ def _run_real(
     console: Console, requests: Sequence[TraceRequest], ids: int | None
 ) -> tuple[FittedRequests, ReplayFigures]:
     model = cli.load_model()
-    settings: dict[str, Any] = {"prefix_cache": _has_prefix_cache()}
-    if _POLICY.value != "paged":
-        settings["reservation"] = _POLICY.value
+    settings: dict[str, Any] = {
+        "reservation": _POLICY.value,
+        "prefix_cache": _has_prefix_cache(),
+    }
     with console.status("compiling"):
         warm_up(cli.make_engine(model, **settings), seed=_SEED.value)
     engine = cli.make_engine(model, event_log=_EVENT_LOG.value, **settings)
@@ -176,6 +183,8 @@ def _run_real(
         console.print(f"refused, the first of them because {replay.refused[0].reason}")
     if engine.event_log is not None:
         engine.event_log.close()
+    if not replay.records:
+        raise ValueError("no request ended: what is printed is of those that do")
     figures = make_figures(
         replay.records,
         gaps=replay.gaps,
@@ -193,8 +202,7 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(f"unexpected arguments {argv[1:]}")
     _check_flags()
     console = Console()
-    requests = _load_requests()
-    name = Path(_TRACE.value).name if _TRACE.value else _DATASET.value
+    name, requests = _load_requests()
     console.print(describe(name, requests))
     run = _run_simulated if _MODE.value == "simulated" else _run_real
     begin = time.perf_counter()

@@ -183,12 +183,12 @@ def warm_up(engine: Engine, *, seed: int) -> None:
     """
     rng = np.random.default_rng(seed)
     config = engine.config
+    vocab_size = engine.model.spec.vocab_size
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     row_len = min(config.prefill_row_len, engine.max_model_len // 2)
     counts = [1 << power for power in range(config.max_num_seqs.bit_length())]
     for count in dict.fromkeys([*counts, config.max_num_seqs]):
         num_tokens = min(engine.block_manager.num_usable * config.block_size // count // 2, row_len)
         if num_tokens < 1:
-            return
-        prompts = rng.integers(0, engine.model.spec.vocab_size, (count, num_tokens)).tolist()
-        params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-        engine.generate(prompts, params)
+            break
+        engine.generate(rng.integers(0, vocab_size, (count, num_tokens)).tolist(), params)
