@@ -27,7 +27,7 @@ from paged_jax_scripts.experiments.runs import (
     sustained_rate,
 )
 
-_SHARE_OF_MINUTES = 0.25
+_SHARE_OF_MINUTES = 0.1
 _WIDENING, _TOLERANCE = 1.3, 1.05
 
 Figures = dict[str, float]
