@@ -60,10 +60,10 @@ class ContiguousManager(BlockManager):
             max_model_len=max_model_len,
             tracks_freed=options.get("tracks_freed", False),
         )
-        largest = self._regions.largest_free
-        if policy == "orca_max" and self.blocks_for(max_model_len) > largest:
+        longest = self._longest()
+        if policy == "orca_max" and max_model_len > longest:
             raise ValueError(
-                f"max_model_len={max_model_len} must be at most {largest * self.block_size}, the "
+                f"max_model_len={max_model_len} must be at most {longest}, the "
                 f"longest region of a pool of {self.num_usable} blocks of {self.block_size}"
             )
 

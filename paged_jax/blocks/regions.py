@@ -81,11 +81,6 @@ class Regions:
         """Blocks outside all regions."""
         return self._buddies.num_free
 
-    @property
-    def largest_free(self) -> int:
-        """Blocks of the longest region that could be taken."""
-        return self._buddies.largest_free
-
     def num_reserved(self, demand: Demand) -> int:
         """Positions of each region of a group."""
         return num_reserved(self._policy, demand, max_model_len=self._max_model_len)

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from paged_jax.simulation.machines import PAPER_OPT_13B
-from paged_jax_scripts.experiments.memory_use import ALPACA_RATE, SHAREGPT_RATE
+from paged_jax_scripts.experiments.memory_use import LOADS
 from paged_jax_scripts.experiments.records import Comparison, Experiment, Lines, Options, Row
-from paged_jax_scripts.experiments.runs import Job, run_all, run_job
-from paged_jax_scripts.experiments.workloads import Workload, WorkloadName
+from paged_jax_scripts.experiments.runs import make_job, run_all, run_job
+from paged_jax_scripts.experiments.workloads import WorkloadName
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _PAPER_OVERHEAD = (1.20, 1.26)  # attention's time over FasterTransformer's (section 7.1)
-_LOADS: tuple[tuple[WorkloadName, float], ...] = (
-    ("sharegpt", SHAREGPT_RATE),
-    ("alpaca", ALPACA_RATE),
-)
 
 
 def run_block_sizes(options: Options) -> Experiment:
     """Time attention here, and serve the loads of Fig. 13 with each block size."""
     attention = _attention()
     cases: list[tuple[WorkloadName, float, int]] = [
-        (name, rate, size) for name, rate in _LOADS for size in BLOCK_SIZES
+        (name, rate, size) for name, rate in LOADS for size in BLOCK_SIZES
     ]
     jobs = [
-        Job(
-            server=PAPER_OPT_13B,
-            policy="paged",
-            workload=Workload(name=name, rate=rate, minutes=options.minutes, seed=options.seed),
-            assumptions=options.assumptions,
-            settings=(("block_size", size),),
-        )
+        make_job(PAPER_OPT_13B, "paged", name, rate=rate, options=options, block_size=size)
         for name, rate, size in cases
     ]
     rows = run_all(run_job, jobs, num_processes=options.num_processes)
@@ -43,7 +33,7 @@ def run_block_sizes(options: Options) -> Experiment:
                 for row in rows
                 if row["workload"] == name
             ]
-            for name, rate in _LOADS
+            for name, rate in LOADS
         },
         is_log_x=True,
         is_log_y=True,

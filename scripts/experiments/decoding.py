@@ -9,34 +9,20 @@ from paged_jax.simulation.machines import PAPER_OPT_13B
 from paged_jax.simulation.simulator import Policy
 from paged_jax_scripts.experiments.records import Bars, Comparison, Experiment, Options, Row
 from paged_jax_scripts.experiments.request_rates import (
+    CONTINUOUS_POLICIES,
     FIRST_RATES,
-    POLICIES,
     latency_panel,
     search_all,
 )
-from paged_jax_scripts.experiments.runs import POLICY_NAMES, Job, run_all, run_job
-from paged_jax_scripts.experiments.workloads import Workload, WorkloadName
+from paged_jax_scripts.experiments.runs import POLICY_NAMES, make_job, run_all, run_job
+from paged_jax_scripts.experiments.workloads import WorkloadName
 from paged_jax_scripts.sharing import parallel_saving
 
 NUM_SEQUENCES = (2, 4, 6)
-_ORCAS_AND_PAGED: tuple[Policy, ...] = tuple(policy for policy in POLICIES if policy != "static")
 _BLOCK_SIZE = 16
 _CONCURRENCY = 32
 _REQUESTS_PER_MINUTE = 100  # of the closed loop: 20 minutes are as docs/sharing.md has it
 _SAVING_RATES = {"sharegpt": 0.5, "alpaca": 4.0}  # requests a second; most sequences still run
-
-
-def _job(
-    policy: Policy, dataset: WorkloadName, rate: float, settings: dict[str, Any], options: Options
-) -> Job:
-    workload = Workload(name=dataset, rate=rate, minutes=options.minutes, seed=options.seed)
-    return Job(
-        server=PAPER_OPT_13B,
-        policy=policy,
-        workload=workload,
-        assumptions=options.assumptions,
-        settings=tuple(settings.items()),
-    )
 
 
 def run_decoding(options: Options) -> Experiment:
@@ -45,10 +31,17 @@ def run_decoding(options: Options) -> Experiment:
     kinds |= {f"parallel {n}": {"num_samples": n} for n in NUM_SEQUENCES}
     kinds |= {f"beam {n}": {"beam_width": n} for n in NUM_SEQUENCES}
     cases: list[tuple[str, Policy]] = [
-        (kind, policy) for kind in kinds for policy in _ORCAS_AND_PAGED
+        (kind, policy) for kind in kinds for policy in CONTINUOUS_POLICIES
     ]
     jobs = [
-        _job(policy, "alpaca", FIRST_RATES["alpaca"], kinds[kind], options)
+        make_job(
+            PAPER_OPT_13B,
+            policy,
+            "alpaca",
+            rate=FIRST_RATES["alpaca"],
+            options=options,
+            **kinds[kind],
+        )
         for kind, policy in cases
     ]
     found = dict(zip(cases, search_all(jobs, options), strict=True))
@@ -80,7 +73,7 @@ def run_decoding(options: Options) -> Experiment:
         panels=tuple(
             latency_panel(
                 kind,
-                {POLICY_NAMES[p]: found[kind, p].rows for p in _ORCAS_AND_PAGED},
+                {POLICY_NAMES[p]: found[kind, p].rows for p in CONTINUOUS_POLICIES},
                 limit,
             )
             for kind in kinds
@@ -122,7 +115,14 @@ def run_savings(options: Options) -> Experiment:
         (name, width) for name in datasets for width in NUM_SEQUENCES
     ]
     jobs = [
-        _job("paged", name, _SAVING_RATES[name], {"beam_width": width}, options)
+        make_job(
+            PAPER_OPT_13B,
+            "paged",
+            name,
+            rate=_SAVING_RATES[name],
+            options=options,
+            beam_width=width,
+        )
         for name, width in cases
     ]
     runs = run_all(run_job, jobs, num_processes=options.num_processes)

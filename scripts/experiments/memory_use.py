@@ -5,12 +5,16 @@ from __future__ import annotations
 from paged_jax.simulation.machines import PAPER_OPT_13B
 from paged_jax.simulation.simulator import Policy
 from paged_jax_scripts.experiments.records import Bars, Comparison, Experiment, Options, Row
-from paged_jax_scripts.experiments.runs import POLICY_NAMES, Job, run_all, run_job
-from paged_jax_scripts.experiments.workloads import Workload
+from paged_jax_scripts.experiments.runs import POLICY_NAMES, Job, make_job, run_all, run_job
+from paged_jax_scripts.experiments.workloads import WorkloadName
 
 ORCAS: tuple[Policy, ...] = ("orca_max", "orca_pow2", "orca_oracle")
 POLICIES: tuple[Policy, ...] = (*ORCAS, "paged")
 SHAREGPT_RATE, ALPACA_RATE = 2.0, 30.0  # requests a second, the paper's Fig. 13
+LOADS: tuple[tuple[WorkloadName, float], ...] = (
+    ("sharegpt", SHAREGPT_RATE),
+    ("alpaca", ALPACA_RATE),
+)
 _SATURATING_RATE = 4.0  # requests a second; the queue never empties, whatever the policy
 
 # Percent of KV memory: token states, reserved, internal, external fragmentation and others.
@@ -29,19 +33,9 @@ PAPER_BATCHES: dict[str, tuple[float, ...]] = {
 }
 
 
-def job(policy: Policy, workload: str, rate: float, options: Options) -> Job:
+def job(policy: Policy, workload: WorkloadName, rate: float, options: Options) -> Job:
     """OPT-13B on one A100 with 40 GB, under a policy."""
-    return Job(
-        server=PAPER_OPT_13B,
-        policy=policy,
-        workload=Workload(
-            name="alpaca" if workload == "alpaca" else "sharegpt",
-            rate=rate,
-            minutes=options.minutes,
-            seed=options.seed,
-        ),
-        assumptions=options.assumptions,
-    )
+    return make_job(PAPER_OPT_13B, policy, workload, rate=rate, options=options)
 
 
 def shares_of(row: Row) -> tuple[float, float, float, float]:
@@ -107,13 +101,12 @@ def run_shares(options: Options) -> Experiment:
 
 def run_batches(options: Options) -> Experiment:
     """Fig. 13: mean number of requests in a step."""
-    loads = (("sharegpt", SHAREGPT_RATE), ("alpaca", ALPACA_RATE))
-    jobs = [job(policy, name, rate, options) for name, rate in loads for policy in POLICIES]
+    jobs = [job(policy, name, rate, options) for name, rate in LOADS for policy in POLICIES]
     rows = run_all(run_job, jobs, num_processes=options.num_processes)
     batches = {(row["workload"], row["policy"]): row["batched_requests"] for row in rows}
     comparisons: list[Comparison] = []
     panels: list[Bars] = []
-    for name, rate in loads:
+    for name, rate in LOADS:
         paper = PAPER_BATCHES[name]
         ours = tuple(batches[name, policy] for policy in POLICIES)
         comparisons += [

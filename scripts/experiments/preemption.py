@@ -8,8 +8,7 @@ from paged_jax.simulation.assumptions import CostConstants
 from paged_jax.simulation.cost_model import CostModel, RowWork
 from paged_jax.simulation.machines import PAPER_OPT_13B
 from paged_jax_scripts.experiments.records import Comparison, Experiment, Lines, Options, Row
-from paged_jax_scripts.experiments.runs import Job, run_all, run_job
-from paged_jax_scripts.experiments.workloads import Workload
+from paged_jax_scripts.experiments.runs import Job, make_job, run_all, run_job
 
 BLOCK_SIZES = (1, 4, 16, 64, 256)
 _NUM_TOKENS = 256  # of the sequence that is moved, or computed again
@@ -103,14 +102,7 @@ def _job(mode: str, block_size: int, options: Options) -> Job:
     settings: dict[str, Any] = {"block_size": block_size, "preemption": mode}
     if mode == "swap":
         settings["num_host_blocks"] = PAPER_OPT_13B.num_blocks(block_size)
-    workload = Workload(name="sharegpt", rate=_RATE, minutes=options.minutes, seed=options.seed)
-    return Job(
-        server=PAPER_OPT_13B,
-        policy="paged",
-        workload=workload,
-        assumptions=options.assumptions,
-        settings=tuple(settings.items()),
-    )
+    return make_job(PAPER_OPT_13B, "paged", "sharegpt", rate=_RATE, options=options, **settings)
 
 
 def _row(kind: str, block_size: int, swap: float, recompute: float) -> Row:

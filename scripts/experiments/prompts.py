@@ -5,38 +5,35 @@ from __future__ import annotations
 from paged_jax.simulation.machines import PAPER_LLAMA_13B, PAPER_OPT_13B
 from paged_jax.simulation.simulator import Policy
 from paged_jax_scripts.experiments.records import Comparison, Experiment, Options, Row
-from paged_jax_scripts.experiments.request_rates import FIRST_RATES, latency_panel, search_all
-from paged_jax_scripts.experiments.runs import POLICY_NAMES, Job, Sustained
-from paged_jax_scripts.experiments.workloads import Workload
+from paged_jax_scripts.experiments.request_rates import (
+    CONTINUOUS_POLICIES,
+    FIRST_RATES,
+    latency_panel,
+    search_all,
+)
+from paged_jax_scripts.experiments.runs import POLICY_NAMES, Job, Sustained, make_job
 
 # Tokens of one and of five examples, and how many times more the paper's system sustains.
 PAPER_PREFIX_GAINS = {80: 1.67, 341: 3.58}
 PREFIX_POLICIES: tuple[Policy, ...] = ("paged", "orca_oracle")
-CHAT_POLICIES: tuple[Policy, ...] = ("paged", "orca_oracle", "orca_pow2", "orca_max")
 PAPER_CHAT_GAIN = 2.0
 
 
 def prefix_job(policy: Policy, prefix_len: int, rate: float, options: Options) -> Job:
     """Translations behind a prefix, which a paged pool computes and holds once."""
-    workload = Workload(name="translation", rate=rate, minutes=options.minutes, seed=options.seed)
-    return Job(
-        server=PAPER_LLAMA_13B,
-        policy=policy,
-        workload=workload,
-        assumptions=options.assumptions,
-        settings=(("shared_prefix_len", prefix_len),),
+    return make_job(
+        PAPER_LLAMA_13B,
+        policy,
+        "translation",
+        rate=rate,
+        options=options,
+        shared_prefix_len=prefix_len,
     )
 
 
 def chat_job(policy: Policy, rate: float, options: Options) -> Job:
     """Rounds of conversations."""
-    workload = Workload(name="chat", rate=rate, minutes=options.minutes, seed=options.seed)
-    return Job(
-        server=PAPER_OPT_13B,
-        policy=policy,
-        workload=workload,
-        assumptions=options.assumptions,
-    )
+    return make_job(PAPER_OPT_13B, policy, "chat", rate=rate, options=options)
 
 
 def run_prefix(options: Options) -> Experiment:
@@ -78,8 +75,8 @@ def run_prefix(options: Options) -> Experiment:
 
 def run_chat(options: Options) -> Experiment:
     """Fig. 17: rates sustained with long prompts, OPT-13B."""
-    jobs = [chat_job(policy, FIRST_RATES["chat"], options) for policy in CHAT_POLICIES]
-    found = dict(zip(CHAT_POLICIES, search_all(jobs, options), strict=True))
+    jobs = [chat_job(policy, FIRST_RATES["chat"], options) for policy in CONTINUOUS_POLICIES]
+    found = dict(zip(CONTINUOUS_POLICIES, search_all(jobs, options), strict=True))
     curves = {POLICY_NAMES[policy]: one.rows for policy, one in found.items()}
     limit = options.assumptions.max_normalized_latency
     return Experiment(

@@ -17,12 +17,15 @@ from paged_jax_scripts.experiments.runs import (
     Job,
     Search,
     Sustained,
+    make_job,
     run_all,
     sustained_rate,
 )
-from paged_jax_scripts.experiments.workloads import Workload, WorkloadName
+from paged_jax_scripts.experiments.workloads import WorkloadName
 
-POLICIES: tuple[Policy, ...] = ("paged", "orca_oracle", "orca_pow2", "orca_max", "static")
+# Those that batch at the level of steps; the other one runs whole batches.
+CONTINUOUS_POLICIES: tuple[Policy, ...] = ("paged", "orca_oracle", "orca_pow2", "orca_max")
+POLICIES: tuple[Policy, ...] = (*CONTINUOUS_POLICIES, "static")
 _DATASETS: tuple[WorkloadName, ...] = ("sharegpt", "alpaca")
 # The paper's traces of the largest model are a quarter as long as the others.
 _SERVERS: tuple[tuple[Server, float], ...] = (
@@ -75,24 +78,21 @@ def latency_panel(
 def run_rates(options: Options) -> Experiment:
     """Fig. 12, all six panels."""
     cases: list[tuple[WorkloadName, Server, float, Policy]] = [
-        (dataset, server, minutes, policy)
+        (dataset, server, share, policy)
         for dataset in _DATASETS
-        for server, minutes in _SERVERS
+        for server, share in _SERVERS
         for policy in POLICIES
     ]
     jobs = [
-        Job(
-            server=server,
-            policy=policy,
-            workload=Workload(
-                name=dataset,
-                rate=FIRST_RATES[dataset],
-                minutes=options.minutes * minutes,
-                seed=options.seed,
-            ),
-            assumptions=options.assumptions,
+        make_job(
+            server,
+            policy,
+            dataset,
+            rate=FIRST_RATES[dataset],
+            options=options,
+            share_of_minutes=share,
         )
-        for dataset, server, minutes, policy in cases
+        for dataset, server, share, policy in cases
     ]
     found = {
         (dataset, server.model.name, policy): one

@@ -12,8 +12,8 @@ from typing import Any
 from paged_jax.simulation.assumptions import DEFAULT, Assumptions
 from paged_jax.simulation.machines import Server
 from paged_jax.simulation.simulator import Policy, SimulationSettings, simulate
-from paged_jax_scripts.experiments.records import Row
-from paged_jax_scripts.experiments.workloads import Workload
+from paged_jax_scripts.experiments.records import Options, Row
+from paged_jax_scripts.experiments.workloads import Workload, WorkloadName
 
 # Names in the paper.
 POLICY_NAMES: Mapping[str, str] = MappingProxyType(
@@ -49,6 +49,37 @@ class Job:
     def at(self, rate: float) -> Job:
         """The same with another request rate."""
         return dataclasses.replace(self, workload=dataclasses.replace(self.workload, rate=rate))
+
+
+def make_job(
+    server: Server,
+    policy: Policy,
+    name: WorkloadName,
+    *,
+    rate: float,
+    options: Options,
+    share_of_minutes: float = 1.0,
+    **settings: Any,
+) -> Job:
+    """A simulation as the options say.
+
+    Args:
+      server: model, GPUs, pool.
+      policy: how memory is reserved.
+      name: of the lengths.
+      rate: requests a second.
+      options: how long, which draws, and the assumptions.
+      share_of_minutes: of the options' minutes.
+      settings: as ``Job.settings``.
+    """
+    minutes = options.minutes * share_of_minutes
+    return Job(
+        server=server,
+        policy=policy,
+        workload=Workload(name=name, rate=rate, minutes=minutes, seed=options.seed),
+        assumptions=options.assumptions,
+        settings=tuple(settings.items()),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,14 +10,13 @@ from paged_jax.simulation.simulator import Policy
 from paged_jax_scripts.experiments.memory_use import POLICIES as MEMORY_POLICIES
 from paged_jax_scripts.experiments.memory_use import SHAREGPT_RATE, job, shares_of
 from paged_jax_scripts.experiments.prompts import (
-    CHAT_POLICIES,
     PAPER_PREFIX_GAINS,
     PREFIX_POLICIES,
     chat_job,
     prefix_job,
 )
 from paged_jax_scripts.experiments.records import Experiment, Options, Row
-from paged_jax_scripts.experiments.request_rates import FIRST_RATES
+from paged_jax_scripts.experiments.request_rates import CONTINUOUS_POLICIES, FIRST_RATES
 from paged_jax_scripts.experiments.runs import (
     POLICY_NAMES,
     Job,
@@ -64,7 +63,7 @@ def _prefix(options: Options) -> Figures:
 
 def _chat(options: Options) -> Figures:
     jobs: dict[Policy, Job] = {
-        policy: chat_job(policy, FIRST_RATES["chat"], options) for policy in CHAT_POLICIES
+        policy: chat_job(policy, FIRST_RATES["chat"], options) for policy in CONTINUOUS_POLICIES
     }
     return _gains("Fig. 17", jobs)
 

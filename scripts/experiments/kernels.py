@@ -1,1 +1,0 @@
-"""Fig. 18: attention through block tables against contiguous memory, and the block size."""
