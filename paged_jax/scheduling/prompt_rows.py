@@ -91,12 +91,20 @@ def _fork(plan: Plan, group: SequenceGroup, manager: BlockManager, *, samples: b
             sequence.num_pending += 1
 
 
-def blocks_owed(group: SequenceGroup, sequence: Sequence, manager: BlockManager) -> int:
-    """Blocks that the known tokens of a running sequence (before a fork: of all) still take."""
-    num_held = manager.num_held_blocks(sequence.seq_id)
+def blocks_owed(group: SequenceGroup, manager: BlockManager) -> int:
+    """Blocks that the known tokens of a running group's sequences still take.
+
+    To be asked once a step's chunks are planned: a fork among them leaves every sequence with
+    tokens of its own to compute, if the group was preempted before.
+    """
     if group.needs_fork:
+        num_held = manager.num_held_blocks(group.leader.seq_id)
         return max(group.known_blocks(manager.block_size) - num_held, 0)
-    # One of a group may have to copy its last block first.
-    num_copied = manager.num_new_blocks(sequence.seq_id) if len(group.live) > 1 else 0
-    most = most_blocks(sequence.num_prefill, group.window, manager.block_size)
-    return max(most - num_held, 0) + num_copied
+    num_owed = 0
+    for sequence in group.with_tables:
+        if sequence.num_computed < sequence.num_prefill:
+            most = most_blocks(sequence.num_prefill, group.window, manager.block_size)
+            num_owed += max(most - manager.num_held_blocks(sequence.seq_id), 0)
+            if len(group.live) > 1:  # it may have to copy its last block first
+                num_owed += manager.num_new_blocks(sequence.seq_id)
+    return num_owed

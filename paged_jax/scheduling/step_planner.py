@@ -158,11 +158,10 @@ class StepPlanner:
     def _plan_prompts(self, plan: Plan, prefilling: list[Sequence]) -> None:
         manager, lineup = self._manager, self._lineup
         budget = dataclasses.replace(self._budget)
-        debt = 0
-        for sequence in prefilling:
-            group = lineup.group_of(sequence)
+        groups = [lineup.group_of(sequence) for sequence in prefilling]
+        for group, sequence in zip(groups, prefilling, strict=True):
             plan_chunk(plan, group, sequence, budget, manager)
-            debt += blocks_owed(group, sequence, manager)
+        debt = sum(blocks_owed(group, manager) for group in dict.fromkeys(groups))
         while lineup.free_slots:
             group = lineup.next
             if group is None:
@@ -182,7 +181,7 @@ class StepPlanner:
             for sequence in group.with_tables:
                 if sequence.num_computed < sequence.num_prefill:
                     plan_chunk(plan, group, sequence, budget, manager, prefix=prefix)
-                    debt += blocks_owed(group, sequence, manager)
+            debt += blocks_owed(group, manager)
 
     def _fits_beside(self, group: SequenceGroup, debt: int, prefix: PrefixMatch | None) -> bool:
         """Whether all known tokens fit beside the prompts in progress, which ``debt`` blocks.

@@ -313,3 +313,26 @@ def test_host_cost_per_sequence_is_small_and_does_not_grow():
     loaded = steps_per_second(256, 10_000, 100_000)
     assert 1 / loaded / 256 < 10e-6
     assert loaded > base / 2
+
+
+def test_what_the_beams_of_a_resumed_search_still_compute_is_left_for_them():
+    """In the step that computes its prompt and forks it, each beam owes its own known tokens.
+
+    The newcomer would take their blocks otherwise, and then neither it nor they could go on.
+    """
+    server = SimulatedServer(
+        num_blocks=7,
+        block_size=8,
+        max_num_seqs=5,
+        max_num_batched_tokens=11,
+        prefill_row_len=6,
+        max_model_len=34,
+        prefix_cache=False,
+    )
+    server.add(make_request("long", 12, 8, ignore_eos=True))
+    server.add(
+        make_request("search 9", 5, 7, beam_width=3, early_stopping="never", ignore_eos=True)
+    )
+    server.add(make_request("new", 12, 3))
+    server.drain()
+    assert server.scheduler.preemptor.num_preemptions > 0
