@@ -195,7 +195,7 @@ class BlockManager(BlockTables):
 
         Raises:
           ValueError: as ``publish``, or ``token_ids`` are not as many as the sequence holds, or it
-            has holes.
+            has holes, or gave back positions of a block that others still hold.
         """
         table = self._table(seq_id)
         if len(token_ids) != table.num_tokens or table.num_holes:

@@ -64,7 +64,18 @@ def publish_whole(
 
     Returns:
       The table's own blocks that it holds no longer: the caller releases them.
+
+    Raises:
+      ValueError: as ``publish``, or it gave back positions of a block that others still hold, who
+        may have more tokens there.
     """
+    last = table.blocks[-1]
+    is_partial = len(token_ids) % block_size != 0
+    if is_partial and table.is_trimmed and pool.ref_counts[last] > 1 and not pool.is_kept(last):
+        raise ValueError(
+            f"token_ids end within block {last}, of which positions were given back: "
+            f"{pool.ref_counts[last] - 1} others must not hold it"
+        )
     publish(table, cache, namespace, token_ids, begin=0, block_size=block_size)
     node = last_full = table.node
     rest = tuple(token_ids[len(token_ids) // block_size * block_size :])

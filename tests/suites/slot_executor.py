@@ -103,13 +103,17 @@ class SlotExecutor:
         return StepValues(tokens, candidates)
 
     def _swap(self, plan: Plan) -> None:
-        """Swap-outs, then swap-ins: what nobody else needs is wiped, and comes back once."""
-        for swaps in (plan.swap_outs, plan.swap_ins):
-            for blocks in zip(*swaps, strict=True):
-                assert len(set(blocks)) == len(blocks), swaps
-                assert 0 not in blocks
+        """Swap-outs, then swap-ins: what nobody else needs is wiped, and comes back once.
+
+        Two groups that leave in one step move what they share once each.
+        """
+        filled = [swap.host for swap in plan.swap_outs]
+        for blocks in (filled, *zip(*plan.swap_ins, strict=True)):
+            assert len(set(blocks)) == len(blocks), plan
+        assert not any(0 in swap for swap in (*plan.swap_outs, *plan.swap_ins))
         for device, host in plan.swap_outs:
             self._host_pool[host] = self._pool.slots[device].copy()
+        for device, _ in plan.swap_outs:
             is_cached = self._manager._pool.is_kept(device)
             if device in self._manager._busy.deferred and not is_cached:
                 self._pool.slots[device] = EMPTY

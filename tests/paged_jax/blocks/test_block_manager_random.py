@@ -245,6 +245,13 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
         stream = self.live[seq_id]
         if stream.holes or stream.swapped_in or stream.written < len(stream.tokens):
             return
+        manager, table = self.manager, self.manager._tables[seq_id]
+        last, is_partial = table.blocks[-1], len(stream.tokens) % self.size != 0
+        is_shared = manager._pool.ref_counts[last] > 1 and not manager._pool.is_kept(last)
+        if is_partial and table.is_trimmed and is_shared:
+            with pytest.raises(ValueError, match="others must not hold it"):
+                manager.pin(seq_id, stream.namespace, stream.tokens)
+            return
         pin_id = self.manager.pin(seq_id, stream.namespace, stream.tokens)
         self.pins[pin_id] = self.live.pop(seq_id)
         match = self.manager.lookup(stream.namespace, [*stream.tokens, 1])
