@@ -100,6 +100,7 @@ class Assumptions:
     chat_mean_turns: float = CHAT_MEAN_TURNS
     chat_max_prompt: int = CHAT_MAX_PROMPT
     chat_max_output: int = CHAT_MAX_OUTPUT
+    beam_concentration: float = BEAM_CONCENTRATION
     max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
     cost: CostConstants = CostConstants()

@@ -8,7 +8,6 @@ from operator import attrgetter
 import numpy as np
 
 from paged_jax.scheduling.beam import Candidate
-from paged_jax.simulation.assumptions import BEAM_CONCENTRATION
 
 _NUM_DRAWS = 4096
 _NUM_STICKS = 64
@@ -30,7 +29,7 @@ class BeamModel:
 
     __slots__ = ("_draws", "_rng", "_width")
 
-    def __init__(self, *, width: int, seed: int, concentration: float = BEAM_CONCENTRATION) -> None:
+    def __init__(self, *, width: int, seed: int, concentration: float) -> None:
         rng = np.random.default_rng(seed)
         size = _NUM_DRAWS, max(_NUM_STICKS, width)
         shares = np.clip(rng.beta(1, concentration, size), 1e-12, 1 - 1e-12)

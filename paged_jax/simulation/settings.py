@@ -9,6 +9,7 @@ from typing import Literal
 from paged_jax.blocks.demand import ReservationPolicy
 from paged_jax.scheduling.preemption import PREEMPTION_MODES, PreemptionMode
 from paged_jax.simulation.assumptions import (
+    BEAM_CONCENTRATION,
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
     CostConstants,
@@ -35,6 +36,7 @@ class SimulationSettings:
       tokens_per_id: prompt tokens that each of the ``prefix_ids`` stands for.
       num_samples: sequences of each request (parallel sampling).
       beam_width: of a beam search instead; None: none.
+      beam_concentration: how many next tokens are alike in it (``beams.BeamModel``).
       shared_prefix_len: tokens before each prompt that are the same for all: with the policy
         'paged' a registered prefix, there from the beginning; with others a part of each prompt.
       preemption: how blocks are taken away.
@@ -60,6 +62,7 @@ class SimulationSettings:
     tokens_per_id: int = 16
     num_samples: int = 1
     beam_width: int | None = None
+    beam_concentration: float = BEAM_CONCENTRATION
     shared_prefix_len: int = 0
     preemption: PreemptionMode = "recompute"
     num_host_blocks: int = 0
@@ -85,6 +88,8 @@ class SimulationSettings:
                 raise ValueError(f"{name}={value} must be >= {low}")
         if self.preemption not in PREEMPTION_MODES:
             raise ValueError(f"preemption={self.preemption!r} must be one of {PREEMPTION_MODES}")
+        if self.beam_concentration <= 0:
+            raise ValueError(f"beam_concentration={self.beam_concentration} must be > 0")
         if self.beam_width is not None and self.num_samples > 1:
             message = f"num_samples={self.num_samples} must be 1 with beam_width={self.beam_width}"
             raise ValueError(message)

@@ -121,7 +121,11 @@ class _Run:
                 index: settings.shared_prefix_len + request.num_prompt + request.num_output - 1
                 for index, request in enumerate(requests)
             },
-            beam_model=None if width is None else BeamModel(width=width, seed=settings.seed),
+            beam_model=None
+            if width is None
+            else BeamModel(
+                width=width, concentration=settings.beam_concentration, seed=settings.seed
+            ),
             block_size=settings.block_size,
         )
         self._in_flight: SimulatedHandle | None = None

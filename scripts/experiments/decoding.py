@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.simulation.lengths import DATASETS, draw_requests
@@ -22,7 +23,10 @@ NUM_SEQUENCES = (2, 4, 6)
 _BLOCK_SIZE = 16
 _CONCURRENCY = 32
 _REQUESTS_PER_MINUTE = 100  # of the closed loop: 20 minutes are as docs/sharing.md has it
-_SAVING_RATES = {"sharegpt": 0.5, "alpaca": 4.0}  # requests a second; most sequences still run
+SAVING_RATES: Mapping[WorkloadName, float] = {
+    "sharegpt": 0.5,
+    "alpaca": 4.0,
+}  # requests a second; most sequences still run
 
 
 def run_decoding(options: Options) -> Experiment:
@@ -98,6 +102,9 @@ def parallel_rows(options: Options, *, concurrency: int = _CONCURRENCY) -> list[
             seed=options.seed,
             prompt_spread=options.assumptions.prompt_spread,
             output_spread=options.assumptions.output_spread,
+            min_len=options.assumptions.min_len,
+            max_prompt=options.assumptions.max_prompt,
+            max_total=options.assumptions.max_total,
         )
         for n in NUM_SEQUENCES:
             saving = parallel_saving(
@@ -119,7 +126,7 @@ def run_savings(options: Options) -> Experiment:
             PAPER_OPT_13B,
             "paged",
             name,
-            rate=_SAVING_RATES[name],
+            rate=SAVING_RATES[name],
             options=options,
             beam_width=width,
         )

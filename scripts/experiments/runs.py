@@ -128,6 +128,7 @@ def run_job(job: Job) -> Row:
     settings = SimulationSettings(
         max_num_seqs=assumptions.max_num_seqs,
         max_num_batched_tokens=assumptions.max_num_batched_tokens,
+        beam_concentration=assumptions.beam_concentration,
         constants=assumptions.cost,
         seed=workload.seed,
         **dict(job.settings),

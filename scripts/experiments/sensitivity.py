@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
+from paged_jax.simulation.machines import (
+    PAPER_OPT_13B,
+    PAPER_OPT_66B,
+    PAPER_OPT_175B,
+    Server,
+)
 from paged_jax.simulation.simulator import Policy
+from paged_jax_scripts.experiments.decoding import SAVING_RATES
+from paged_jax_scripts.experiments.memory_use import LOADS, job, shares_of
 from paged_jax_scripts.experiments.memory_use import POLICIES as MEMORY_POLICIES
-from paged_jax_scripts.experiments.memory_use import SHAREGPT_RATE, job, shares_of
+from paged_jax_scripts.experiments.preemption import model_row
 from paged_jax_scripts.experiments.prompts import (
     PAPER_PREFIX_GAINS,
     PREFIX_POLICIES,
@@ -21,6 +30,7 @@ from paged_jax_scripts.experiments.runs import (
     POLICY_NAMES,
     Job,
     Search,
+    make_job,
     run_all,
     run_job,
     sustained_rate,
@@ -34,20 +44,70 @@ Figures = dict[str, float]
 
 def _memory(options: Options) -> Figures:
     figures: Figures = {}
-    for policy in MEMORY_POLICIES:
-        row = run_job(job(policy, "sharegpt", SHAREGPT_RATE, options))
-        name = POLICY_NAMES[policy]
-        figures[f"Fig. 2 tokens %, {name}"] = shares_of(row)[0]
-        figures[f"Fig. 13 batch, {name}"] = row["batched_requests"]
+    for name, rate in LOADS:
+        for policy in MEMORY_POLICIES:
+            row = run_job(job(policy, name, rate, options))
+            policy_name = POLICY_NAMES[policy]
+            figures[f"Fig. 13 batch, {name}, {policy_name}"] = row["batched_requests"]
+            if name == "sharegpt":
+                figures[f"Fig. 2 tokens %, {policy_name}"] = shares_of(row)[0]
     return dict(sorted(figures.items()))
 
 
-def _rates(options: Options) -> Figures:
-    policies: tuple[Policy, ...] = ("paged", "orca_oracle", "orca_max", "static")
+def _rates(server: Server, policies: tuple[Policy, ...], share: float, options: Options) -> Figures:
     jobs: dict[Policy, Job] = {
-        policy: job(policy, "sharegpt", FIRST_RATES["sharegpt"], options) for policy in policies
+        policy: make_job(
+            server,
+            policy,
+            "sharegpt",
+            rate=FIRST_RATES["sharegpt"],
+            options=options,
+            share_of_minutes=share,
+        )
+        for policy in policies
     }
-    return _gains("Fig. 12", jobs)
+    return _gains(f"Fig. 12, {server.model.name}", jobs)
+
+
+def _beams(options: Options) -> Figures:
+    policies: tuple[Policy, ...] = ("paged", "orca_oracle")
+    figures: Figures = {}
+    for kind, settings in (("basic", {}), ("beam 6", {"beam_width": 6})):
+        jobs: dict[Policy, Job] = {
+            policy: make_job(
+                PAPER_OPT_13B,
+                policy,
+                "alpaca",
+                rate=FIRST_RATES["alpaca"],
+                options=options,
+                **settings,
+            )
+            for policy in policies
+        }
+        figures |= _gains(f"Fig. 14, {kind}", jobs)
+    return figures
+
+
+def _savings(options: Options) -> Figures:
+    figures: Figures = {}
+    for name in SAVING_RATES:
+        row = run_job(
+            make_job(
+                PAPER_OPT_13B,
+                "paged",
+                name,
+                rate=SAVING_RATES[name],
+                options=options,
+                beam_width=6,
+            )
+        )
+        figures[f"Fig. 15 saved %, beam 6, {name}"] = 100 * row["saved"]
+    return figures
+
+
+def _moves(options: Options) -> Figures:
+    row = model_row(16, 256, options.assumptions.cost)
+    return {"Fig. 19, recompute / swap, blocks of 16": row["recompute / swap"]}
 
 
 def _prefix(options: Options) -> Figures:
@@ -107,19 +167,31 @@ _SERVER = frozenset(
         "cost.row_overhead",
     }
 )
-_SHAREGPT = _SERVER | {"prompt_spread", "output_spread", "min_len", "max_prompt", "max_total"}
-_LIMIT = {"max_normalized_latency"}
+_LENGTHS = _SERVER | {"prompt_spread", "output_spread", "min_len", "max_prompt", "max_total"}
+_RATES = _LENGTHS | {"max_normalized_latency"}
+_SEVERAL_GPUS = _RATES | {"cost.link_efficiency", "cost.reduce_latency"}
 _TRANSLATION = {"translation_prompt_mean", "translation_output_mean", "translation_spread"}
 _CHAT = {"chat_mean_turns", "chat_max_prompt", "chat_max_output"}
-# What is in no set does not enter: links of several GPUs, swapping, beams.
+_MOVES = frozenset(
+    {
+        "cost.host_bandwidth",
+        "cost.swap_latency",
+        "cost.flops_efficiency",
+        "cost.bandwidth_efficiency",
+    }
+)
+_ORCAS: tuple[Policy, ...] = ("paged", "orca_oracle", "orca_max")
 HEADLINES: Mapping[str, Headline] = MappingProxyType(
     {
-        "memory": Headline(_memory, _SHAREGPT),
-        "rates": Headline(_rates, _SHAREGPT | _LIMIT),
-        "prefix": Headline(
-            _prefix, _SERVER | _LIMIT | _TRANSLATION | {"min_len", "max_prompt", "max_total"}
-        ),
-        "chat": Headline(_chat, _SHAREGPT | _LIMIT | _CHAT),
+        "memory": Headline(_memory, _LENGTHS),
+        "rates 13B": Headline(partial(_rates, PAPER_OPT_13B, (*_ORCAS, "static"), 1.0), _RATES),
+        "rates 66B": Headline(partial(_rates, PAPER_OPT_66B, _ORCAS, 1.0), _SEVERAL_GPUS),
+        "rates 175B": Headline(partial(_rates, PAPER_OPT_175B, _ORCAS, 0.75), _SEVERAL_GPUS),
+        "beams": Headline(_beams, _RATES | {"beam_concentration"}),
+        "savings": Headline(_savings, _LENGTHS | {"beam_concentration"}),
+        "prefix": Headline(_prefix, _RATES - {"prompt_spread", "output_spread"} | _TRANSLATION),
+        "chat": Headline(_chat, _RATES | _CHAT),
+        "swapping": Headline(_moves, _MOVES),
     }
 )
 
@@ -161,15 +233,12 @@ def run_sensitivity(options: Options) -> Experiment:
             failures.append({"headline": case.headline, **row, "error": figures})
         else:
             row.update(figures)
-    used = frozenset().union(*(headline.uses for headline in HEADLINES.values()))
-    unused = [name for name in options.assumptions.values if name not in used]
     return Experiment(
         name="sensitivity",
         title="Every assumption at half and at double",
         kind="simulated",
         how=f"Traces of {short.minutes:g} minutes, rates to {100 * (_TOLERANCE - 1):.0f} %. An "
-        "empty cell: the constant does not enter, or no such load can be drawn or served. "
-        f"No headline uses {', '.join(unused)}.",
+        "empty cell: the constant does not enter, or no such load can be drawn or served.",
         rows=tuple(rows.values()),
         points=tuple(failures),
     )

@@ -137,9 +137,20 @@ def test_what_a_headline_does_not_use_does_not_move_it():
     assert compute(changed) == compute(options)
 
 
-def test_every_use_is_a_constant():
-    for headline in HEADLINES.values():
-        assert headline.uses <= set(DEFAULT.values)
+def test_every_constant_is_of_use_to_some_headline():
+    used = frozenset().union(*(headline.uses for headline in HEADLINES.values()))
+    assert used == set(DEFAULT.values)
+
+
+def test_beams_that_are_more_alike_save_more():
+    options = Options(minutes=1)
+    few, many = (
+        HEADLINES["savings"].compute(
+            dataclasses.replace(options, assumptions=DEFAULT.scaled("beam_concentration", factor))
+        )
+        for factor in (0.5, 2.0)
+    )
+    assert all(few[name] < many[name] for name in few)
 
 
 def test_small_blocks_are_slow_to_swap_and_recomputation_does_not_care():

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from paged_jax.simulation.assumptions import BEAM_CONCENTRATION
 from paged_jax.simulation.beams import BeamModel
 from paged_jax.simulation.machines import PAPER_OPT_13B
 from paged_jax.simulation.simulator import SimulationSettings, simulate
@@ -36,7 +37,7 @@ def test_samples_share_as_on_smollm2(num_samples):
 
 
 def test_candidates_are_the_best_of_all_beams():
-    model = BeamModel(width=3, seed=1)
+    model = BeamModel(width=3, seed=1, concentration=BEAM_CONCENTRATION)
     found = model.candidates([0.0, -1.0, -50.0], token_id=7)
     logprobs = [one.logprob for one in found]
     assert len(found) == 3
@@ -48,5 +49,11 @@ def test_candidates_are_the_best_of_all_beams():
 
 def test_probabilities_of_a_beam_sum_to_at_most_one():
     for seed in range(20):
-        found = BeamModel(width=6, seed=seed).candidates([0.0], token_id=2)
+        model = BeamModel(width=6, seed=seed, concentration=BEAM_CONCENTRATION)
+        found = model.candidates([0.0], token_id=2)
         assert sum(math.exp(one.logprob) for one in found) <= 1 + 1e-9
+
+
+def test_where_more_tokens_are_alike_more_is_shared():
+    few, many = (saved_percent(beam_width=4, beam_concentration=c) for c in (0.25, 4.0))
+    assert few + 5 < many
