@@ -1,4 +1,4 @@
-"""From a model's name, or a GGUF file, to a model that can be served."""
+"""From a model's name, a folder or a GGUF file to a model that can be served."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from models.checkpoints import (
     sha256_of,
     write_checkpoint,
 )
+from models.checkpoints.hf_folder import HfFolder
 from models.checkpoints.progress import track
+from models.common.weights import read_params as load_params
+from models.common.weights import tensor_names
+from models.registry import FAMILIES, family_of
 from models.tokenizer import Tokenizer
 from paged_jax.config import require
 from paged_jax.model import Model
@@ -42,11 +46,13 @@ def load_model(
 ) -> Model:
     """Return a model with its weights and tokenizer.
 
-    The first call downloads and converts; the result is an orbax checkpoint in the cache folder,
-    which later calls load.
+    A name or a GGUF file is downloaded and converted by the first call; the result is an orbax
+    checkpoint in the cache folder, which later calls load. Folders are read as they are.
 
     Args:
-      name_or_path: a name in ``KNOWN_MODELS``, or the path of a GGUF file of architecture llama.
+      name_or_path: a name in ``KNOWN_MODELS``, the path of a GGUF file of architecture llama, of a
+        Hugging Face folder (config.json and safetensors), or of a folder that this library wrote
+        (``scripts/convert.py``, ``scripts/train.py``).
       dtype: of weights and activations, 'float32', 'bfloat16' or 'float16'.
       cache_dir: where checkpoints are kept; None means ``$PAGED_JAX_CACHE``, or ``paged_jax`` in
         ``$XDG_CACHE_HOME``.
@@ -64,6 +70,8 @@ def load_model(
         f"dtype={dtype!r} must be 'float32', 'bfloat16' or 'float16'",
     )
     source = KNOWN_MODELS.get(str(name_or_path))
+    if source is None and Path(name_or_path).is_dir():
+        return _load_folder(Path(name_or_path), dtype)
     name = str(name_or_path) if source else Path(name_or_path).stem
     folder = cache_root(cache_dir) / f"{name}.{_cache_key(name_or_path, source)}"
 
@@ -87,7 +95,7 @@ def _cache_key(name_or_path: str | os.PathLike[str], source: WheelSource | None)
     path = Path(name_or_path)
     require(
         path.suffix == ".gguf" and path.is_file(),
-        f"name_or_path={str(name_or_path)!r} must be the path of a .gguf file, or one of "
+        f"name_or_path={str(name_or_path)!r} must be a folder, a .gguf file, or one of "
         f"{', '.join(map(repr, sorted(KNOWN_MODELS)))}",
     )
     # Size and time instead of the content: hashing gigabytes at every start takes seconds.
@@ -120,18 +128,46 @@ def _convert(path: Path, folder: Path, *, sha256: str, progress: bool) -> None:
         report(1.0)
 
 
+def _load_folder(path: Path, dtype: str) -> Model:
+    """A checkpoint of ours, or a Hugging Face folder."""
+    name = path.resolve().name
+    if (path / "manifest.json").is_file():
+        return _load_checkpoint(path, name, dtype)
+    folder = HfFolder(path)
+    family = family_of(folder.config.model_type, where=folder.config.path)
+    try:
+        config = family.config_from_hf(folder.config)
+    except ValueError as error:
+        message = str(error)
+        where = str(folder.config.path)
+        raise ValueError(message if where in message else f"{where}: {message}") from error
+    table = family.weights(config)
+    folder.strip(family.prefix)
+    ignored = [*family.ignored, *(["lm_head.weight"] if config.tie_embeddings else [])]
+    folder.require_only(tensor_names(table), ignored=ignored)
+    return family.as_model(
+        config,
+        load_params(folder, table, jnp.dtype(dtype)),
+        dtype=dtype,
+        name=name,
+        tokenizer=Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None,
+        eos_token_ids=folder.eos_token_ids(),
+    )
+
+
 def _load_checkpoint(folder: Path, name: str, dtype: str) -> Model:
     settings = read_config(folder)
     try:
-        config = llama.LlamaConfig.from_json(settings["config"])
+        family = FAMILIES[settings["family"]]
+        config = family.config_class.from_json(settings["config"])
         eos_token_ids = tuple(settings["eos_token_ids"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder}/config.json: expected a model's settings: {error}") from error
-    leaves, tree = jax.tree.flatten(read_params(folder, llama.param_shapes(config)))
+    leaves, tree = jax.tree.flatten(read_params(folder, family.param_shapes(config)))
     for index, leaf in enumerate(leaves):  # one at a time: two whole copies need not fit
         leaves[index] = jax.device_put(leaf.astype(jnp.dtype(dtype), copy=False))
         del leaf
-    return llama.as_model(
+    return family.as_model(
         config,
         tree.unflatten(leaves),
         dtype=dtype,

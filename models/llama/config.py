@@ -5,105 +5,51 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from paged_jax.config import ModelSpec, require
+import numpy as np
+
+from models.checkpoints.hf_config import HfConfig
+from models.common.config import DecoderConfig
+from models.common.rope import RopeScaling, Scaling, rope_frequencies, rope_from_hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's stretching of the low rotary frequencies (Hugging Face's ``rope_type: llama3``).
+class LlamaConfig(DecoderConfig):
+    """The geometry of one model (sizes: ``DecoderConfig``).
 
     Attributes:
-      factor: low frequencies are divided by this.
-      low_freq_factor: frequencies with fewer turns than this over the original context are low.
-      high_freq_factor: those with more turns than this stay as they are.
-      original_max_position: the context in tokens that the model was first trained with.
-
-    Raises:
-      ValueError: ``factor < 1``, or the bounds are not ``0 < low < high``.
-    """
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-    def __post_init__(self) -> None:
-        require(self.factor >= 1, f"factor={self.factor} must be >= 1")
-        require(
-            0 < self.low_freq_factor < self.high_freq_factor,
-            f"low_freq_factor={self.low_freq_factor} must lie between 0 and "
-            f"high_freq_factor={self.high_freq_factor}",
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
-    """The geometry of one model.
-
-    Attributes:
-      vocab_size: tokens (V).
-      hidden_size: channels of the residual stream (C).
-      intermediate_size: channels of the MLP (F).
-      num_layers: L.
-      num_heads: query heads (H).
-      num_kv_heads: key/value heads (K).
-      head_dim: channels a head (D), even.
-      max_position: longest context in tokens.
       rope_theta: base of the rotary frequencies.
-      rope_scaling: Llama 3's scaling, or None.
+      rope_scaling: how they are stretched, or None.
       rms_norm_eps: added to the mean square.
-      tie_embeddings: the output head is the embedding.
-
-    Raises:
-      ValueError: a size is not positive, D is odd, or K does not divide H.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position: int
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
     rms_norm_eps: float = 1e-5
-    tie_embeddings: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name}={value!r} must be an integer >= 1")
-        require(self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even")
-        _ = self.spec  # ModelSpec checks the rest
 
     @property
-    def spec(self) -> ModelSpec:
-        """What the cache, the pool and the scheduler need to know."""
-        names = {field.name for field in dataclasses.fields(ModelSpec)} - {"window"}
-        return ModelSpec(**{name: getattr(self, name) for name in names})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as JSON-ready dicts."""
-        return dataclasses.asdict(self)
+    def frequencies(self) -> np.ndarray:
+        """Rotary frequencies in radians a token, float32 ``[D/2]``."""
+        return rope_frequencies(self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> LlamaConfig:
-        """Rebuild the settings from ``to_json``'s dicts.
+    def from_hf(cls, hf: HfConfig) -> LlamaConfig:
+        """Read Hugging Face's settings.
 
         Raises:
-          ValueError: a name is missing or unknown, or a value is out of range.
+          ValueError: an entry is missing, or asks for what this family does not have.
         """
-        try:
-            scaling = values["rope_scaling"]
-            scaling = None if scaling is None else RopeScaling(**scaling)
-            fields: dict[str, Any] = values | {"rope_scaling": scaling}
-            return cls(**fields)
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"values={values!r} must be a LlamaConfig's fields: {error}"
-            ) from error
+        hf.expect("hidden_act", "silu")
+        hf.expect("attention_bias", False)
+        hf.expect("mlp_bias", False)
+        sizes = hf.sizes()
+        theta, scaling = rope_from_hf(hf.rope, theta=10_000.0, max_position=sizes["max_position"])
+        return cls(
+            **sizes,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
+            tie_embeddings=hf.get("tie_word_embeddings", False),
+        )
 
     @classmethod
     def smollm2_135m(cls) -> LlamaConfig:

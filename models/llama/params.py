@@ -1,4 +1,4 @@
-"""The weights of Llama-family models: their shapes, random ones, and those of GGUF files."""
+"""The weights of Llama-family models, and those of GGUF files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from models.checkpoints.gguf_reader import GgufFile, unpermute_rows
-from models.llama.config import LlamaConfig, RopeScaling
-from models.llama.modeling import rope_frequencies
+from models.common.config import DecoderConfig
+from models.common.family import Family
+from models.common.rope import RopeScaling, rope_frequencies
+from models.common.weights import LayerWeights, Weight, table, vector
+from models.llama.config import LlamaConfig
+from models.llama.modeling import Llama
 
 _LAYER_TENSORS = (
     "attn_norm",
@@ -27,61 +29,38 @@ _LAYER_TENSORS = (
 )
 
 
-def param_shapes(config: LlamaConfig) -> dict[str, Any]:
-    """Return the weights' shapes, as nested dicts like the weights themselves.
-
-    Layers are stacked on the first axis; projections are ``[L, in, out]``.
-    """
+def weights(config: DecoderConfig) -> list[Weight]:
+    """The table of weights, with Hugging Face's names."""
     width, mlp = config.hidden_size, config.intermediate_size
-    q_width = config.num_heads * config.head_dim
-    kv_width = config.num_kv_heads * config.head_dim
-    layer = {
-        "attn_norm": (width,),
-        "qkv": (width, q_width + 2 * kv_width),
-        "out": (q_width, width),
-        "mlp_norm": (width,),
-        "gate_up": (width, 2 * mlp),
-        "down": (mlp, width),
-    }
-    shapes: dict[str, Any] = {
-        "embedding": (config.vocab_size, width),
-        "layers": {name: {"weight": (config.num_layers, *shape)} for name, shape in layer.items()},
-        "final_norm": {"weight": (width,)},
-    }
+    qkv = (config.q_width, config.kv_width, config.kv_width)
+    layers = LayerWeights(config.num_layers, "model.layers.{layer}.")
+    found = [
+        table("embedding", "model.embed_tokens.weight", rows=config.vocab_size, width=width),
+        layers.vector("attn_norm.weight", "input_layernorm.weight", width),
+        layers.linear("qkv", [f"self_attn.{x}_proj" for x in "qkv"], width=width, parts=qkv),
+        layers.linear("out", ["self_attn.o_proj"], width=config.q_width, parts=[width]),
+        layers.vector("mlp_norm.weight", "post_attention_layernorm.weight", width),
+        layers.linear("gate_up", ["mlp.gate_proj", "mlp.up_proj"], width=width, parts=[mlp, mlp]),
+        layers.linear("down", ["mlp.down_proj"], width=mlp, parts=[width]),
+        vector("final_norm.weight", "model.norm.weight", width),
+    ]
     if not config.tie_embeddings:
-        shapes["head"] = (config.vocab_size, width)
-    return shapes
+        found.append(table("head", "lm_head.weight", rows=config.vocab_size, width=width))
+    return found
 
 
-def random_params(config: LlamaConfig, seed: int, *, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Return random weights for tests and benchmarks, made on the device.
-
-    Args:
-      config: the geometry.
-      seed: of the random stream.
-      dtype: of the weights.
-
-    Returns:
-      Norm weights near one, the rest normal with standard deviation ``fan_in ** -0.5``
-      (embeddings 1), so that logits vary enough for greedy decoding to be stable.
-    """
-    leaves, treedef = jax.tree.flatten(param_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-
-    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        noise = jax.random.normal(key, shape, jnp.float32)
-        if len(shape) == 3:
-            return noise * shape[1] ** -0.5
-        if shape[0] == config.vocab_size:
-            return noise
-        return 1 + 0.1 * noise
-
-    draw_all = jax.jit(
-        lambda keys: [
-            draw(key, shape).astype(dtype) for key, shape in zip(keys, leaves, strict=True)
-        ]
-    )
-    return treedef.unflatten(draw_all(keys))
+LLAMA = Family(
+    name="llama",
+    config_class=LlamaConfig,
+    module_class=Llama,
+    weights=weights,
+    config_from_hf=LlamaConfig.from_hf,
+    hf_types=("llama",),
+    ignored=(r".*\.rotary_emb\.inv_freq",),
+)
+param_shapes = LLAMA.param_shapes
+random_params = LLAMA.random_params
+as_model = LLAMA.as_model
 
 
 def config_from_gguf(file: GgufFile) -> LlamaConfig:
@@ -131,14 +110,17 @@ def _with_rope_scaling(config: LlamaConfig, file: GgufFile) -> LlamaConfig:
         return config
     divisors = file.tensor("rope_freqs.weight", (config.head_dim // 2,))
     scaling = RopeScaling(factor=float(divisors.max()))
-    scaled = dataclasses.replace(config, rope_scaling=scaling)
-    expected = rope_frequencies(config) / rope_frequencies(scaled)
+    plain, stretched = (
+        rope_frequencies(config.head_dim, theta=config.rope_theta, scaling=one)
+        for one in (None, scaling)
+    )
+    expected = plain / stretched
     if not np.allclose(divisors, expected, rtol=1e-3):
         raise ValueError(
             f"{file.path}: tensor 'rope_freqs.weight': expected Llama 3's divisors for factor "
             f"{divisors.max()}, {expected.round(3).tolist()}, found {divisors.round(3).tolist()}"
         )
-    return scaled
+    return dataclasses.replace(config, rope_scaling=scaling)
 
 
 def params_from_gguf(

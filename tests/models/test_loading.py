@@ -15,7 +15,6 @@ import pytest
 
 from models import KNOWN_MODELS, llama, load_model
 from models.llama import LlamaConfig, RopeScaling, random_params
-from models.llama.modeling import rope_frequencies
 
 LIMIT_SECONDS = 60.0
 
@@ -128,7 +127,7 @@ def test_a_file_that_does_not_fit_is_named(write_gguf, tmp_path, changes, messag
 def test_llama3_scaling_is_recognised(write_gguf, tmp_path):
     plain = LlamaConfig.tiny(vocab_size=263, tie_embeddings=False, rope_theta=500_000.0)
     scaled = dataclasses.replace(plain, rope_scaling=RopeScaling(factor=8.0))
-    divisors = rope_frequencies(plain) / rope_frequencies(scaled)
+    divisors = plain.frequencies / scaled.frequencies
     load(write_gguf(config=plain, tensors={"rope_freqs.weight": divisors}), tmp_path)
     settings = json.loads((checkpoint_of(tmp_path) / "config.json").read_text())
     assert LlamaConfig.from_json(settings["config"]).rope_scaling == RopeScaling(factor=8.0)

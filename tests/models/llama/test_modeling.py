@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from suites.fixed_batch import FixedBatch
 
-from models.llama import Llama, LlamaConfig, RopeScaling, param_shapes, random_params
-from models.llama.modeling import as_model, rope_frequencies, rotate
+from models.common.rope import rotate
+from models.llama import Llama, LlamaConfig, RopeScaling, as_model, param_shapes, random_params
 
 KINDS = ["paged", "dense"]
 CONFIGS = {
@@ -90,7 +90,7 @@ def batch_of(config, kind, *, dtype=jnp.float32, params=None, **options):
 
 @pytest.mark.parametrize("config", [CONFIGS["scaled_rope"], LlamaConfig.llama3_1_8b()])
 def test_rope_scaling_follows_the_formula(config):
-    frequencies = rope_frequencies(config)
+    frequencies = config.frequencies
     np.testing.assert_allclose(frequencies, hand_frequencies(config), rtol=1e-6)
     plain = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
     divisors = plain / frequencies
@@ -101,7 +101,7 @@ def test_rope_scaling_follows_the_formula(config):
 def test_rotation_depends_on_distance_only():
     rng = np.random.default_rng(0)
     q, k = (jnp.asarray(rng.normal(size=(1, 1, 1, 8)), jnp.float32) for _ in range(2))
-    frequencies = rope_frequencies(LlamaConfig.tiny())
+    frequencies = LlamaConfig.tiny().frequencies
 
     def score(q_pos, k_pos):
         angles = [jnp.asarray([[position]]) * frequencies for position in (q_pos, k_pos)]

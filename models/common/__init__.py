@@ -1,0 +1,1 @@
+"""What the families share: layers, rotary positions, and the tables of their weights."""

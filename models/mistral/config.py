@@ -1,0 +1,42 @@
+"""The geometry of Mistral-family models."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from models.checkpoints.hf_config import HfConfig
+from models.llama.config import LlamaConfig
+from paged_jax.config import require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MistralConfig(LlamaConfig):
+    """The geometry of one model (the rest: ``LlamaConfig``).
+
+    Attributes:
+      sliding_window: keys that a query attends to, its own included; None: all.
+
+    Raises:
+      ValueError: the window is not positive.
+    """
+
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        window = self.sliding_window
+        require(window is None or window >= 1, f"sliding_window={window} must be >= 1")
+        super().__post_init__()
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Keys that a query attends to in each layer."""
+        return (self.sliding_window,) * self.num_layers
+
+    @classmethod
+    def from_hf(cls, hf: HfConfig) -> MistralConfig:
+        """Read Hugging Face's settings.
+
+        Raises:
+          ValueError: an entry is missing, or asks for what this family does not have.
+        """
+        return cls(**vars(LlamaConfig.from_hf(hf)), sliding_window=hf.get("sliding_window"))

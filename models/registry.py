@@ -1,0 +1,30 @@
+"""All families, by the name that checkpoints and Hugging Face folders give them."""
+
+from __future__ import annotations
+
+from models.common.family import Family
+from models.llama import LLAMA
+from models.mistral import MISTRAL
+from models.qwen2 import QWEN2
+from models.qwen3 import QWEN3
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+
+
+def family_of(model_type: str, *, where: object) -> Family:
+    """Return the family that serves a Hugging Face ``model_type``.
+
+    Args:
+      model_type: as in config.json.
+      where: the file, for the message.
+
+    Raises:
+      ValueError: there is none.
+    """
+    for family in FAMILIES.values():
+        if model_type in family.hf_types:
+            return family
+    known = sorted(name for family in FAMILIES.values() for name in family.hf_types)
+    raise ValueError(
+        f"{where}: model_type={model_type!r} must be one of {', '.join(map(repr, known))}"
+    )
