@@ -70,7 +70,7 @@ def load_model(
         f"dtype={dtype!r} must be 'float32', 'bfloat16' or 'float16'",
     )
     source = KNOWN_MODELS.get(str(name_or_path))
-    if source is None and Path(name_or_path).is_dir():
+    if source is None and str(name_or_path) and Path(name_or_path).is_dir():
         return _load_folder(Path(name_or_path), dtype)
     name = str(name_or_path) if source else Path(name_or_path).stem
     folder = cache_root(cache_dir) / f"{name}.{_cache_key(name_or_path, source)}"
