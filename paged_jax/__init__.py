@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paged_jax.cache import DenseKVCache, KVCache, PagedKVCache
+    from paged_jax.comparison import BaselineRun, Comparison, compare
     from paged_jax.config import EngineConfig, ModelSpec, NgramSpeculation
     from paged_jax.engine import Engine
     from paged_jax.metrics import EngineStats, count_compilations
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 # Names are imported when they are first used: the host side (``paged_jax.blocks``,
 # ``paged_jax.scheduling``) is plain Python and can be used without importing jax.
 _MODULES = {
+    "BaselineRun": "comparison",
+    "Comparison": "comparison",
     "Completion": "outputs",
     "DenseKVCache": "cache",
     "Engine": "engine",
@@ -36,10 +39,13 @@ _MODULES = {
     "RequestOutput": "outputs",
     "SamplingParams": "sampling.params",
     "Tokenizer": "model",
+    "compare": "comparison",
     "count_compilations": "metrics",
 }
 
 __all__ = [
+    "BaselineRun",
+    "Comparison",
     "Completion",
     "DenseKVCache",
     "Engine",
@@ -57,6 +63,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Tokenizer",
+    "compare",
     "count_compilations",
 ]
 
