@@ -10,8 +10,9 @@ JAX ?= 0.12.0.1
 REPORT ?= results/compile_report-$(JAX)
 REPORT_ARGS ?=
 PAPER_ARGS ?=
+HF_ARGS ?= --check
 
-.PHONY: help demo install dev paper test lint types unit test-all test-sampled test-long test-kernels test-min compile-report fmt bench clean
+.PHONY: help demo install dev paper test lint types unit test-all test-sampled test-long test-kernels test-min compile-report hf-goldens fmt bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +56,10 @@ compile-report: ## the GPU kernels, compiled without a GPU and counted (JAX=0.11
 	.venv-aot/bin/python -m paged_jax_scripts.compile_report --jobs=$(JOBS) \
 	  --diff=docs/compile_report.json --out=$(REPORT).md --json=$(REPORT).json $(REPORT_ARGS)
 
+hf-goldens: ## tests/data/hf against transformers and torch, computed anew (HF_ARGS=: write them)
+	@PYTHON_HF="$(PYTHON_HF)" scripts/hf/make_venv.sh .venv-hf
+	.venv-hf/bin/python scripts/hf/make_goldens.py $(HF_ARGS)
+
 fmt: dev ## format and fix what ruff can fix
 	$(RUFF) format .
 	$(RUFF) check --fix .
@@ -69,4 +74,4 @@ paper: ## the paper's experiments beside its figures, into results/ (PAPER_ARGS=
 	$(PY) scripts/paper.py all --jobs=$(JOBS) $(PAPER_ARGS)
 
 clean: ## remove environments and caches of the checkout (not the converted weights)
-	rm -rf .venv .venv-min .venv-aot .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-min .venv-aot .venv-hf .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -74,6 +74,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with what is there")
     arguments = parser.parse_args()
     cases = json.loads((_DATA / "cases.json").read_text(encoding="utf-8"))
+    transformers.utils.logging.disable_progress_bar()
     failed = 0
     for name in arguments.cases or cases:
         found = run_case(cases[name])
