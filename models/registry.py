@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from models.common.family import Family
+from models.gpt2 import GPT2
 from models.llama import LLAMA
 from models.mistral import MISTRAL
+from models.mixtral import MIXTRAL
+from models.opt import OPT
+from models.phi3 import PHI3
 from models.qwen2 import QWEN2
 from models.qwen3 import QWEN3
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (GPT2, LLAMA, MISTRAL, MIXTRAL, OPT, PHI3, QWEN2, QWEN3)
+}
 
 
 def family_of(model_type: str, *, where: object) -> Family:

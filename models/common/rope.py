@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -75,8 +76,64 @@ class LinearScaling:
         return frequencies / self.factor
 
 
-Scaling = RopeScaling | LinearScaling
-_SCALINGS: dict[str, type[Scaling]] = {"llama3": RopeScaling, "linear": LinearScaling}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRope:
+    """A divisor for each frequency: a list for long contexts, one for short (arXiv:2402.13753).
+
+    Keys in the cache were rotated once and for all, so one list must serve a whole sequence: the
+    long one where ``max_position`` is more than ``original_max_position``.
+
+    Attributes:
+      short_factors: divisors for contexts of up to ``original_max_position``.
+      long_factors: divisors for longer ones.
+      original_max_position: the context in tokens that the model was first trained with.
+      max_position: the context in tokens that is served.
+      attention_factor: on rotated queries and keys.
+      kind: its name in JSON.
+
+    Raises:
+      ValueError: the lists are not equally long, or a divisor is not positive.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_position: int
+    max_position: int
+    attention_factor: float
+    kind: Literal["longrope"] = "longrope"
+
+    def __post_init__(self) -> None:
+        # JSON has lists.
+        for name in ("short_factors", "long_factors"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        sizes = len(self.short_factors), len(self.long_factors)
+        require(
+            sizes[0] == sizes[1] and min(*self.short_factors, *self.long_factors) > 0,
+            f"short_factors and long_factors have {sizes} entries, must be as many, all > 0",
+        )
+
+    def apply(self, frequencies: np.ndarray) -> np.ndarray:
+        """Stretch frequencies in radians a token.
+
+        Raises:
+          ValueError: there is not one divisor a frequency.
+        """
+        is_long = self.max_position > self.original_max_position
+        factors = np.array(self.long_factors if is_long else self.short_factors)
+        require(
+            len(factors) == len(frequencies),
+            f"long_factors and short_factors have {len(factors)} entries, must have "
+            f"{len(frequencies)}, one a rotated pair of channels",
+        )
+        return frequencies / factors
+
+
+Scaling = RopeScaling | LinearScaling | LongRope
+_SCALINGS: dict[str, type[Scaling]] = {
+    "llama3": RopeScaling,
+    "linear": LinearScaling,
+    "longrope": LongRope,
+}
 
 
 def rope_from_json(values: dict[str, Any] | None) -> Scaling | None:
@@ -144,6 +201,8 @@ def rope_from_hf(
     try:
         if kind == "linear":
             return theta, LinearScaling(factor=settings["factor"])
+        if kind in ("longrope", "su"):
+            return theta, _long_rope(settings, max_position)
         if kind == "llama3":
             original = settings.get("original_max_position_embeddings", max_position)
             return theta, RopeScaling(
@@ -156,3 +215,18 @@ def rope_from_hf(
         raise ValueError(f"rope_scaling={settings!r} must have the entry {error}") from error
     raise ValueError(f"rope_scaling={settings!r}: rope_type must be one of 'default', "
                      f"{', '.join(map(repr, _SCALINGS))}")  # fmt: skip
+
+
+def _long_rope(settings: dict[str, Any], max_position: int) -> LongRope:
+    original = settings["original_max_position_embeddings"]
+    factor = settings.get("factor") or max_position / original
+    attention_factor = settings.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1
+    return LongRope(
+        short_factors=tuple(settings["short_factor"]),
+        long_factors=tuple(settings["long_factor"]),
+        original_max_position=original,
+        max_position=max_position,
+        attention_factor=attention_factor,
+    )

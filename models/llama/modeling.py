@@ -10,15 +10,20 @@ from jaxtyping import Array, Float, Int
 from models.common.layers import Projection, RMSNorm, gated, split_heads
 from models.common.rope import rotate
 from models.common.rotary_decoder import Carry, RotaryDecoder
-from models.llama.config import LlamaConfig
 
 
 class Block(nn.Module):
-    """One decoder layer; its signature is that of a scan's body."""
+    """One decoder layer; its signature is that of a scan's body.
+
+    Attributes:
+      config: the geometry, a ``LlamaConfig`` or what extends it.
+      param_dtype: of the weights.
+      window: keys that a query attends to, where all layers have the same.
+    """
 
     use_qkv_bias: ClassVar[bool] = False
 
-    config: LlamaConfig
+    config: Any
     param_dtype: Any
     window: int | None = None
 
@@ -30,6 +35,11 @@ class Block(nn.Module):
         self.qkv = Projection(width, dtype, self.use_qkv_bias)
         self.out = Projection(config.hidden_size, dtype)
         self.mlp_norm = RMSNorm(config.rms_norm_eps, dtype)
+        self.setup_mlp()
+
+    def setup_mlp(self) -> None:
+        """Declare the weights of the MLP."""
+        config, dtype = self.config, self.param_dtype
         self.gate_up = Projection(2 * config.intermediate_size, dtype)
         self.down = Projection(config.hidden_size, dtype)
 
@@ -40,6 +50,19 @@ class Block(nn.Module):
         return split_heads(
             self.qkv(x), num_heads=self.config.num_heads, num_kv_heads=self.config.num_kv_heads
         )
+
+    def turn(
+        self,
+        x: Float[Array, "B T H D"],
+        cos: Float[Array, "B T D/2"],
+        sin: Float[Array, "B T D/2"],
+    ) -> Float[Array, "B T H D"]:
+        """Rotate queries or keys."""
+        return rotate(x, cos, sin)
+
+    def mlp(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        """What the layer adds to the residual stream after attention."""
+        return self.down(gated(self.gate_up(x), nn.silu))
 
     def __call__(
         self,
@@ -52,12 +75,11 @@ class Block(nn.Module):
         """Run the layer on the residual stream and the cache."""
         x, cache = carry
         q, k, v = self.heads(self.attn_norm(x))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = self.turn(q, cos, sin), self.turn(k, cos, sin)
         size = self.window if window is None else window
         attended, cache = cache.attend(layer, q, k, v, window=size)
         x = x + self.out(attended.reshape(*x.shape[:2], -1))
-        x = x + self.down(gated(self.gate_up(self.mlp_norm(x)), nn.silu))
-        return (x, cache), None
+        return (x + self.mlp(self.mlp_norm(x)), cache), None
 
 
 class Llama(RotaryDecoder):
