@@ -20,10 +20,9 @@ from paged_jax.model import Model, Tokenizer
 RopeFn = Callable[..., Array]
 
 
-def _window(module_or_config: Any, attn_type: Any) -> int | None:
+def _window(attn_type: Any, sliding_window_size: int | None) -> int | None:
     """The keys that a layer of this type attends to, the query's own included."""
-    is_local = attn_type.name == "LOCAL_SLIDING"
-    return module_or_config.sliding_window_size if is_local else None
+    return sliding_window_size if attn_type.name == "LOCAL_SLIDING" else None
 
 
 def spec_from_config(config: Any, *, max_position: int) -> ModelSpec:
@@ -33,7 +32,8 @@ def spec_from_config(config: Any, *, max_position: int) -> ModelSpec:
       config: of Gemma 2 or 3.
       max_position: longest context in tokens, which the config does not say.
     """
-    windows = [_window(config, attn_type) for attn_type in config.attention_types]
+    size = config.sliding_window_size
+    windows = [_window(attn_type, size) for attn_type in config.attention_types]
     return ModelSpec(
         num_layers=config.num_layers,
         num_heads=config.num_heads,
@@ -41,7 +41,7 @@ def spec_from_config(config: Any, *, max_position: int) -> ModelSpec:
         head_dim=config.head_dim,
         vocab_size=config.num_embed,
         max_position=max_position,
-        window=None if None in windows else config.sliding_window_size,
+        window=None if None in windows else size,
     )
 
 
@@ -86,11 +86,11 @@ def as_model(
     Raises:
       ValueError: another model (Gemma 3n and 4 have other layers), or no positive number.
     """
-    from gemma import gm  # pyright: ignore[reportMissingImports]
+    # The package: pyright takes the name for this file's.
+    from gemma import gm  # pyright: ignore[reportAttributeAccessIssue]
 
-    is_ours = isinstance(getattr(model, "config", None), gm.nn.config.TransformerConfig)
     require(
-        is_ours,
+        isinstance(getattr(model, "config", None), gm.nn.config.TransformerConfig),
         f"model={type(model).__name__} must be a Gemma 2 or 3: a gm.nn.Transformer whose config is "
         "a gm.nn.config.TransformerConfig",
     )
@@ -114,7 +114,7 @@ def as_model(
                 k,
                 v,
                 scale=module.query_pre_attn_scalar,
-                window=_window(module, module.attn_type),
+                window=_window(module.attn_type, module.sliding_window_size),
                 soft_cap=module.attn_logits_soft_cap,
             )
             return None, module.attn_vec_einsum("bthd,hdc->btc", out)
