@@ -154,5 +154,6 @@ def test_window_of_the_spec():
 
 
 def test_transformers_is_not_imported_by_the_library():
-    code = "import sys, paged_jax.integrations.transformers_flax as t; sys.exit('transformers' in sys.modules)"
+    names = "paged_jax.integrations.transformers_flax, paged_jax.integrations.gemma"
+    code = f"import sys, {names}; assert not {{'transformers', 'gemma'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
