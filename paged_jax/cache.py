@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from paged_jax.config import ModelSpec, require
@@ -175,7 +176,7 @@ class PagedKVCache:
             **options,
         )
         assert not isinstance(out, tuple)  # no lse was asked for
-        pool = jax.tree.map(lambda x, like: x.reshape(like.shape), flat, self.pool)
+        pool = jax.tree.map(lambda x, like: _as_stored(x.reshape(like.shape)), flat, self.pool)
         return out, dataclasses.replace(self, pool=pool)
 
     def _check_window(self, window: Any) -> None:
@@ -203,6 +204,13 @@ class PagedKVCache:
             )
 
         return run_pool_op(write, self.backend, like=flat)
+
+
+def _as_stored(x: Array) -> Array:
+    """``x``, its axes in memory in their order."""
+    # Where an axis has length 1 (one key/value head, say) XLA is free to call it the outermost in
+    # memory, and in layers without a scan it did: it then copied the pool to move nothing.
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if 1 in x.shape else x
 
 
 @functools.partial(
