@@ -36,7 +36,7 @@ EVAL_SHARE = flags.DEFINE_float("eval_share", 0.05, "of the text's tokens, held 
 SEPARATOR = flags.DEFINE_string(
     "separator", "<|endoftext|>", "what stands between two texts of a file; '': nothing does"
 )
-OUT = flags.DEFINE_string("out", None, "the run's folder: checkpoints, metrics, the model")
+OUT = flags.DEFINE_string("out", "runs/train", "the run's folder: checkpoints, metrics, the model")
 FAMILY = flags.DEFINE_string("family", "llama", "of a new model")
 SIZES = flags.DEFINE_string(
     "sizes", "{}", "JSON of a new model's settings where they are not the million-weight ones"
@@ -57,7 +57,6 @@ for _class in (TrainSettings, Cadence):
         }[str(_field.type)]
         _define(_field.name, _field.default, f"see {_class.__name__}")  # pyright: ignore
 flags.FLAGS.set_default("model", "")  # a new one
-flags.mark_flag_as_required("out")
 
 
 def settings_of(cls: Any) -> Any:

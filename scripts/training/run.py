@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from paged_jax.config import require
 from paged_jax_scripts.training.saving import Checkpoints, export_model
@@ -115,7 +116,7 @@ def train(run: Run, display: Display) -> Path:
             display.resumed(first)
         for step in range(first, settings.num_steps):
             rows = run.train.batch_of(step, batch_size=settings.batch_size, seed=settings.seed)
-            state, stats = update(state, rows)
+            state, stats = update(state, jnp.asarray(rows))
             done = step + 1
             display.updated(done)
             is_last = done == settings.num_steps
@@ -127,7 +128,7 @@ def train(run: Run, display: Display) -> Path:
                     step=done,
                     loss=float(stats.loss),
                     grad_norm=float(stats.grad_norm),
-                    learning_rate=float(rate_of(step)),
+                    learning_rate=float(jnp.asarray(rate_of(step))),
                 )
             if is_due(cadence.eval_every):
                 metrics.add(step=done, **_evaluation(evaluate, state, run))
@@ -146,7 +147,7 @@ def train(run: Run, display: Display) -> Path:
 def _evaluation(evaluate: Any, state: TrainState, run: Run) -> dict[str, float]:
     """Mean loss and perplexity over all rows that are held out."""
     size = run.settings.batch_size // run.settings.num_microbatches
-    sums = [evaluate(state.params, rows) for rows in run.held_out.batches(size)]
+    sums = [evaluate(state.params, jnp.asarray(rows)) for rows in run.held_out.batches(size)]
     loss = sum(map(float, sums)) / (len(run.held_out) * run.settings.seq_len)
     return {"eval_loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
