@@ -93,8 +93,13 @@ def new_model(
     )
     family = FAMILIES[family_name]
     tokenizer = tokenizer or byte_tokenizer()
-    config = family.config_class(**{**SMALL_SIZES, "vocab_size": tokenizer.vocab_size})
-    config = family.config_class.from_json(config.to_json() | dict(sizes))
+    defaults = {
+        field.name: field.default
+        for field in dataclasses.fields(family.config_class)
+        if field.default is not dataclasses.MISSING
+    }
+    small = {**SMALL_SIZES, "vocab_size": tokenizer.vocab_size}
+    config = family.config_class.from_json(defaults | small | dict(sizes))
     module = family.module_class(config, jnp.float32)
     one = jnp.zeros((1, 1), jnp.int32)
 

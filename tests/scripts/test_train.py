@@ -490,17 +490,9 @@ def test_bad_flags(run_program, tmp_path, args, message):
     assert not (tmp_path / "run").exists()
 
 
-GIFTS = (
-    ("Ann", "Leo", "green kite"),
-    ("Zoe", "Mia", "red boat"),
-    ("Hugo", "Emma", "black key"),
-    ("Sam", "Finn", "white cup"),
-)
-
-
 @pytest.mark.long
 def test_a_million_weights_learn_the_stories(tmp_path):
-    """The default run: its loss, and whether what it continues makes sense."""
+    """The default run: its loss, and that it goes on in words and sentences of the corpus."""
     start = new_model("llama", {}, seed=0)
     assert 0.9e6 < start.num_params < 1.1e6
     run = make_run(
@@ -509,25 +501,16 @@ def test_a_million_weights_learn_the_stories(tmp_path):
     out = train(run, Silent())
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     assert metrics[0]["loss"] > 4
-    assert metrics[-1]["eval_loss"] < 0.36
+    assert metrics[-1]["eval_loss"] < 0.3
     model = _load_checkpoint(out, "stories", "float32")
     engine = Engine(model, config=EngineConfig(num_blocks=257))
-    greedy = SamplingParams(temperature=0.0, max_tokens=160)
-    prompts = [
-        f"It was a sunny day. {a} went to the park. {a} showed the {thing} to {b}. "
-        f"So {a} gave the {thing} to {b}. Now the"
-        for a, b, thing in GIFTS
-    ]
-    outputs = engine.generate(prompts, greedy)
-    assert {output.finish_reason for output in outputs} == {"stop"}
-    texts = [output.text for output in outputs]
-    right = [
-        text.startswith(f" {thing} belongs to {b}.")
-        for text, (_, b, thing) in zip(texts, GIFTS, strict=True)
-    ]
-    assert sum(right) >= 3, texts
-    words = set(text_words(make_corpus(6000, seed=0)))
-    assert all(set(text_words(text)) <= words for text in texts), texts
+    prompts = ["One rainy day, Nora was in the barn.", "It was a cold day. Hugo went"]
+    params = SamplingParams(temperature=0.0, max_tokens=80)
+    words = set(text_words(make_corpus(6000, seed=1)))
+    for output in engine.generate(prompts, params):
+        whole = output.text[: output.text.rindex(".")]  # the last sentence may be cut off
+        assert len(text_words(whole)) > 5
+        assert set(text_words(whole)) <= words, output.text
 
 
 def text_words(text):
