@@ -12,7 +12,7 @@ REPORT_ARGS ?=
 PAPER_ARGS ?=
 HF_ARGS ?= --check
 
-.PHONY: help demo install dev paper test lint types unit test-all test-sampled test-long test-kernels test-min compile-report hf-goldens fmt bench clean
+.PHONY: help demo install dev train paper test lint types unit test-all test-sampled test-long test-kernels test-min compile-report hf-goldens fmt bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -68,6 +68,12 @@ bench: install ## the benchmarks of this machine (minutes)
 	$(PY) scripts/bench_throughput.py
 	$(PY) scripts/bench_attention.py
 	$(PY) scripts/bench_preemption.py
+
+train: install ## a million weights learn the project's stories, then the paged engine goes on with them
+	$(PY) scripts/make_stories.py --out=results/stories.txt
+	$(PY) scripts/train.py --text=results/stories.txt --out=results/train
+	$(PY) scripts/generate.py --model=results/train/model --max_tokens=80 \
+	  --prompt="One rainy day, Nora was in the barn."
 
 paper: ## the paper's experiments beside its figures, into results/ (PAPER_ARGS=--minutes=5: shorter)
 	@PYTHON="$(PYTHON)" scripts/make_venv.sh $(VENV) experiments $(CONSTRAINTS)

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.checkpoints import cache_root, read_config, read_params
+from models.common.family import Family
 from models.loading import KNOWN_MODELS, _cache_key, load_model
+from models.registry import FAMILIES
 from models.tokenizer import Tokenizer
 from paged_jax.config import require
 from paged_jax.model import ApplyFn
 from paged_jax.uncached import UncachedAttention
 from paged_jax_scripts.training.byte_tokenizer import END_OF_TEXT, byte_tokenizer
-from paged_jax_scripts.training.families import FAMILIES, Family
 
 # About a million weights with the 257 tokens of bytes.
 SMALL_SIZES: Mapping[str, Any] = {
@@ -31,6 +32,13 @@ SMALL_SIZES: Mapping[str, Any] = {
     "head_dim": 32,
     "max_position": 512,
     "tie_embeddings": True,
+}
+# What some families' configurations must say besides, or in place of that.
+_FAMILY_SIZES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"num_kv_heads": 4},
+    "mixtral": {"num_experts": 4, "num_experts_per_token": 2, "intermediate_size": 128},
+    "opt": {"num_kv_heads": 4, "embedding_size": 128},
+    "phi3": {"rotary_dim": 32},
 }
 
 
@@ -98,7 +106,8 @@ def new_model(
         for field in dataclasses.fields(family.config_class)
         if field.default is not dataclasses.MISSING
     }
-    small = {**SMALL_SIZES, "vocab_size": tokenizer.vocab_size}
+    small = {**SMALL_SIZES, **_FAMILY_SIZES.get(family_name, {})}
+    small["vocab_size"] = tokenizer.vocab_size
     config = family.config_class.from_json(defaults | small | dict(sizes))
     module = family.module_class(config, jnp.float32)
     one = jnp.zeros((1, 1), jnp.int32)
