@@ -106,7 +106,9 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("stop_at", [1, 3, 5])
+@pytest.mark.parametrize(
+    "stop_at", [3, *(pytest.param(step, marks=pytest.mark.long) for step in (1, 5))]
+)
 def test_a_resumed_run_is_the_same_bit_for_bit(uninterrupted, tmp_path, stop_at):
     """Stopped before the first checkpoint, and one step after the first and the second."""
     run = make_run(tmp_path)
@@ -243,6 +245,7 @@ def test_another_text_or_model_does_not_resume(uninterrupted):
         train(make_run(uninterrupted.out, start=start), Silent())
 
 
+@pytest.mark.long
 def test_microbatches_change_only_rounding():
     """The same update in one part and in four; gradients are means over the whole batch."""
     start = new_model("llama", TINY, seed=0)
@@ -291,6 +294,7 @@ def test_the_schedule():
     np.testing.assert_allclose([learning_rates(settings)(s) for s in (0, 55)], [1, 0.55], atol=1e-6)
 
 
+@pytest.mark.long
 def test_gradients_are_clipped_and_only_matrices_decay():
     params = {"layers": {"norm": jnp.ones((2, 4)), "out": jnp.ones((2, 4, 4))}, "b": jnp.ones(3)}
     assert decayed(params) == {"layers": {"norm": False, "out": True}, "b": False}
@@ -440,6 +444,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.long
 def test_the_program(run_program, toy_model, tmp_path):
     """A new model, the same command again with more steps, and a GGUF file that is trained on."""
     text = tmp_path / "stories.txt"
