@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import zlib
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
@@ -141,8 +142,9 @@ def _write_leaf(folder: Path, shape: tuple[int, ...], blocks: Iterable[Block]) -
     ).result()
     crc32 = 0
     for start, rows in _rows(itertools.chain([first], others, blocks), shape, step, dtype):
-        array[start : start + len(rows)].write(rows).result()
-        crc32 = zlib.crc32(rows.view(np.uint8), crc32)
+        part = array[start : start + len(rows)]
+        part.write(rows, can_reference_source_data_indefinitely=True).result()
+        crc32 = zlib.crc32(np.ascontiguousarray(rows).view(np.uint8), crc32)
     return Stored(shape, crc32, dtype.name)
 
 
@@ -153,7 +155,13 @@ def _rows(
     pieces = (block.values.reshape(-1) for block in blocks)
     rest = np.empty(0, dtype)
     for start in range(0, shape[0], step):
-        rows = np.empty((min(step, shape[0] - start), *shape[1:]), dtype)
+        found = (min(step, shape[0] - start), *shape[1:])
+        rest = rest if rest.size else next(pieces)
+        if rest.size == math.prod(found):
+            yield start, rest.reshape(found)
+            rest = rest[:0]
+            continue
+        rows = np.empty(found, dtype)
         flat, done = rows.reshape(-1), 0
         while done < flat.size:
             rest = rest if rest.size else next(pieces)
@@ -277,9 +285,8 @@ def _read_leaf(folder: Path, name: str, stored: Stored) -> Iterator[Block]:
     try:
         array = tensorstore.open(_spec(folder / "params" / name), open=True).result()
         step = array.chunk_layout.read_chunk.shape[0]  # whole files: none is read twice
-        pieces = (array[start : start + step] for start in range(0, array.shape[0], step))
-        for piece in pieces:
-            values = piece.read().result()
+        for start in range(0, array.shape[0], step):
+            values = array[start : min(start + step, array.shape[0])].read().result()
             crc32 = zlib.crc32(np.ascontiguousarray(values).view(np.uint8), crc32)
             yield Block(name, values)
     except ValueError as error:  # tensorstore's
