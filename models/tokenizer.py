@@ -151,7 +151,9 @@ class Tokenizer:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json``, which transformers loads too."""
         self._backend.save(str(Path(folder) / "tokenizer.json"))
-        settings = {name: value for name, value in self._settings.items() if value not in ("", None)}
+        settings = {
+            name: value for name, value in self._settings.items() if value not in ("", None)
+        }
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         text = json.dumps(settings, indent=1, ensure_ascii=False)
         (Path(folder) / "tokenizer_config.json").write_text(text, encoding="utf-8")

@@ -28,7 +28,9 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
         backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises plain Exception, which seldom says what is wrong
+    except (
+        Exception
+    ) as error:  # the library raises plain Exception, which seldom says what is wrong
         raise ValueError(f"{path}: expected a tokenizer file: {_reason(path, error)}") from error
     for token_id, entry in sorted(_added(folder), key=lambda item: item[0]):
         if backend.id_to_token(token_id) is not None:

@@ -32,9 +32,7 @@ class TensorSource(Protocol):
         """Names of all tensors."""
         ...
 
-    def tensor(
-        self, name: str, shape: tuple[int, ...], rows: slice = slice(None)
-    ) -> np.ndarray:
+    def tensor(self, name: str, shape: tuple[int, ...], rows: slice = slice(None)) -> np.ndarray:
         """Return a tensor, or some rows of it.
 
         Args:

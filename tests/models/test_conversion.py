@@ -52,7 +52,9 @@ class TestRoundTrips:
         assert_same_bits(tensors_of(tmp_path / "again"), golden.tensors())
         config = json.loads((tmp_path / "again" / "config.json").read_text())
         changed = {"dtype", "torch_dtype", "eos_token_id"}
-        assert config.items() >= {k: v for k, v in golden.config.items() if k not in changed}.items()
+        assert (
+            config.items() >= {k: v for k, v in golden.config.items() if k not in changed}.items()
+        )
         assert open_stored(tmp_path / "again").config == open_stored(source).config
 
     @pytest.mark.parametrize("to", ["orbax", "hf"])
@@ -166,7 +168,10 @@ class TestMistakes:
     @pytest.mark.parametrize("to", ["orbax", "hf"])
     def test_what_does_not_fit_is_named_and_nothing_stays(self, tmp_path, hf_folder, to):
         for changes, message in (
-            ({"q_proj": None}, r"tensor 'model\.layers\.1\.self_attn\.q_proj\.weight': expected sh"),
+            (
+                {"q_proj": None},
+                r"tensor 'model\.layers\.1\.self_attn\.q_proj\.weight': expected sh",
+            ),
             ({"q_proj": np.zeros((3, 32), np.float32)}, r"q_proj\.weight': .*found \(3, 32\)"),
             ({"z_proj": np.zeros(3, np.float32)}, r"z_proj\.weight': expected no such tensor"),
         ):

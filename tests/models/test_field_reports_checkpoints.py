@@ -40,4 +40,3 @@ def test_b91_a_checkpoint_holds_weights_alone_before_and_after_generating(tmp_pa
     second = other.generate(prompts, SamplingParams(max_tokens=4, temperature=0.0))
     tokens = [[one.outputs[0].token_ids for one in outputs] for outputs in (first, second)]
     assert tokens[0] == tokens[1]
-

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from suites.toy_gguf import TOY_TOKENS, toy_metadata, write_toy_gguf
 
 from models.checkpoints.gguf_reader import GgufFile
 from models.checkpoints.safetensors_writer import write_shards
@@ -15,7 +16,6 @@ from models.common.weights import Weight
 from models.llama import LlamaConfig
 from models.llama.gguf import tensors_from_gguf
 from models.llama.params import weights
-from suites.toy_gguf import TOY_TOKENS, toy_metadata, write_toy_gguf
 
 # In the shares of a usual model, and with most of the weights in one table as in Gemma 3 270M.
 LAYERED = LlamaConfig(

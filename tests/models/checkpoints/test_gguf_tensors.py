@@ -69,5 +69,7 @@ def test_names(write_gguf):
 
 def test_left_over_tensors_are_named(write_gguf):
     tensors = GgufTensors(GgufFile(write_gguf()), NAMES)
-    with pytest.raises(ValueError, match=r"toy\.gguf: tensor 'blk\.0\.attn_k\.weight': expected no"):
+    with pytest.raises(
+        ValueError, match=r"toy\.gguf: tensor 'blk\.0\.attn_k\.weight': expected no"
+    ):
         tensors.require_only({"model.embed_tokens.weight"}, family="Llama")
