@@ -21,10 +21,12 @@ class GgufTensors:
       names: of modules, from Hugging Face's to llama.cpp's, without ``model.layers.N`` and
         ``blk.N``, for example ``{"self_attn.q_proj": "attn_q"}``.
       interleaved: heads of the modules (llama.cpp's names) whose rows ``unpermute_rows`` sorts.
+      less_one: modules (llama.cpp's names) whose weights the file holds with one added, as it does
+        Gemma's norms.
       ignored: tensors of the file that are no weights.
     """
 
-    __slots__ = ("_file", "_interleaved", "_names", "ignored")
+    __slots__ = ("_file", "_interleaved", "_less_one", "_names", "ignored")
 
     def __init__(
         self,
@@ -32,11 +34,13 @@ class GgufTensors:
         names: Mapping[str, str],
         *,
         interleaved: Mapping[str, int] | None = None,
+        less_one: Sequence[str] = (),
         ignored: Sequence[str] = (),
     ) -> None:
         self._file = file
         self._names = names
         self._interleaved = interleaved or {}
+        self._less_one = less_one
         self.ignored = ignored
 
     @property
@@ -84,7 +88,8 @@ class GgufTensors:
         stored = self.stored_name(name)
         module = stored.split(".")[-2]
         if module not in self._interleaved:
-            return self._file.tensor(stored, shape, rows)
+            values = self._file.tensor(stored, shape, rows)
+            return values - 1 if module in self._less_one else values
         # Rows change places within a head only, so whole heads are read.
         size = shape[0] // self._interleaved[module]
         start, stop, _ = rows.indices(shape[0])

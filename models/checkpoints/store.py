@@ -312,7 +312,7 @@ def _read_leaf(folder: Path, name: str, stored: Stored) -> Iterator[Block]:
 def _read_rows(folder: Path, array: tensorstore.TensorStore) -> Iterator[np.ndarray]:
     """Some rows after others, from the files of an array that consist of whole rows."""
     shape, dtype = tuple(array.shape), array.dtype.numpy_dtype
-    chunk, *others = map(int, array.chunk_layout.read_chunk.shape or ())
+    chunk, *others = [size or 0 for size in array.chunk_layout.read_chunk.shape or ()]
     if (*others,) != shape[1:]:
         raise ValueError(f"chunks {(chunk, *others)} must be whole rows of {shape}")
     row = math.prod(others)

@@ -1,4 +1,4 @@
-"""Reported failures of other systems around checkpoints, tried here: tests/data/field_reports.json."""
+"""Reported failures of other systems around checkpoints (tests/data/field_reports.json)."""
 
 import jax
 import numpy as np

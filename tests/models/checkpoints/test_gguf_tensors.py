@@ -61,6 +61,14 @@ def test_rows_of_some_heads_are_those_of_the_whole(write_gguf):
         np.testing.assert_array_equal(part, whole[start:stop])
 
 
+def test_norms_that_are_stored_with_one_added(write_gguf):
+    values = np.linspace(0.5, 2, 32, dtype=np.float32)
+    file = GgufFile(write_gguf(tensors={"blk.0.attn_norm.weight": values}))
+    tensors = GgufTensors(file, {"input_layernorm": "attn_norm"}, less_one=("attn_norm",))
+    found = tensors.tensor("model.layers.0.input_layernorm.weight", (32,), slice(3, 30))
+    np.testing.assert_array_equal(found, values[3:30] - 1)
+
+
 def test_names(write_gguf):
     tensors = GgufTensors(GgufFile(write_gguf()), NAMES)
     assert tensors.stored_name("model.embed_tokens.weight") == "token_embd.weight"
