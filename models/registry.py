@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.common.family import Family
+from models.common.family import Family, GgufFormat
 from models.gpt2 import GPT2
 from models.llama import LLAMA
 from models.mistral import MISTRAL
@@ -33,4 +33,25 @@ def family_of(model_type: str, *, where: object) -> Family:
     known = sorted(name for family in FAMILIES.values() for name in family.hf_types)
     raise ValueError(
         f"{where}: model_type={model_type!r} must be one of {', '.join(map(repr, known))}"
+    )
+
+
+def family_of_gguf(architecture: str, *, where: object) -> tuple[Family, GgufFormat]:
+    """Return the family that serves a GGUF file's ``general.architecture``, and its form there.
+
+    Args:
+      architecture: as in the file.
+      where: the file, for the message.
+
+    Raises:
+      ValueError: there is none.
+    """
+    forms = [(family, family.gguf) for family in FAMILIES.values() if family.gguf is not None]
+    for family, form in forms:
+        if architecture in form.architectures:
+            return family, form
+    known = sorted(name for _, form in forms for name in form.architectures)
+    raise ValueError(
+        f"{where}: general.architecture={architecture!r} must be one of "
+        f"{', '.join(map(repr, known))}"
     )

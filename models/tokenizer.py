@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers, built from the vocabulary and merges that a GGUF file holds."""
+"""Text to token ids and back, with the exact bytes of every token, and chat templates."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,36 +14,19 @@ from typing import Any
 import tokenizers
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from models.checkpoints.gguf_reader import GgufFile
 
-# Values of tokenizer.ggml.token_type.
-_CONTROL, _USER_DEFINED = 3, 4
-
-# llama.cpp's and Hugging Face's pattern for Llama 3.
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# What a folder's tokenizer may consist of; the first is the one that must be there.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "tokenizer.model",
 )
-
-
-def _byte_level(*, use_regex: bool) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
-
-
-def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer | None:
-    match kind:
-        case "smollm":
-            digits = pre_tokenizers.Digits(individual_digits=True)
-            return pre_tokenizers.Sequence([digits, _byte_level(use_regex=True)])
-        case "gpt-2" | "default":
-            return _byte_level(use_regex=True)
-        case "llama-bpe" | "llama3":
-            split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
-            return pre_tokenizers.Sequence([split, _byte_level(use_regex=False)])
-        case _:
-            return None
+_SPACE = "\u2581"  # SentencePiece's mark
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> list[str]:
@@ -52,71 +36,39 @@ def byte_alphabet() -> list[str]:
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]
 
 
-_BYTE_OF_CHAR = {char: byte for byte, char in enumerate(byte_alphabet())}
+BYTE_OF_CHAR = {char: byte for byte, char in enumerate(byte_alphabet())}
 
 
-def _vocabulary(file: GgufFile) -> tuple[list[str], list[AddedToken]]:
-    """Return all tokens by id, and those that texts may name but merges never make."""
-    model = file.metadata("tokenizer.ggml.model")
-    if model != "gpt2":
-        raise ValueError(
-            f"{file.path}: tokenizer.ggml.model={model!r} must be 'gpt2' (byte-level BPE)"
-        )
-    tokens: list[str] = file.metadata("tokenizer.ggml.tokens")
-    types: list[int] = file.metadata("tokenizer.ggml.token_type")
-    if len(types) != len(tokens):
-        raise ValueError(
-            f"{file.path}: tokenizer.ggml.token_type has {len(types)} entries, expected "
-            f"{len(tokens)}, one a token"
-        )
-    added = []
-    for token, token_type in zip(tokens, types, strict=True):
-        if token_type in (_CONTROL, _USER_DEFINED):
-            special = token_type == _CONTROL
-            added.append(AddedToken(token, special=special, normalized=False))
-        elif not _BYTE_OF_CHAR.keys() >= {*token}:
-            raise ValueError(
-                f"{file.path}: tokenizer.ggml.tokens: {token!r} must consist of characters of the "
-                "byte-level alphabet"
-            )
-    return tokens, added
-
-
-def _bpe(file: GgufFile, tokens: list[str], kind: str) -> models.BPE:
-    merges = [tuple(pair.split(" ")) for pair in file.metadata("tokenizer.ggml.merges")]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    # Llama 3 emits a word that is in the vocabulary whole, whatever the merges say.
-    ignore_merges = kind in ("llama-bpe", "llama3")
-    try:
-        return models.BPE(vocabulary, merges, ignore_merges=ignore_merges)  # pyright: ignore[reportArgumentType]
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(
-            f"{file.path}: tokenizer.ggml.merges must join tokens of the vocabulary: {error}"
-        ) from error
-
-
-def _named_token(file: GgufFile, tokens: list[str], name: str) -> str:
-    key = f"tokenizer.ggml.{name}"
-    if not file.has(key):
-        return ""
-    token_id = file.metadata(key)
-    if token_id >= len(tokens):
-        raise ValueError(f"{file.path}: {key}={token_id} must lie in [0, {len(tokens)})")
-    return tokens[token_id]
+def _decoders(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The steps that turn tokens into text, as tokenizer.json names them."""
+    decoder: Any = backend.decoder
+    if decoder is None:
+        return []
+    state = json.loads(decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer with its chat template; a ``paged_jax.model.Tokenizer``.
+    """A tokenizer with its chat template; a ``paged_jax.model.Tokenizer``.
+
+    Two kinds are known, by the decoder: byte-level BPE (GPT-2, Llama 3, Qwen), and SentencePiece's
+    forms, BPE or unigram, where ``\u2581`` is a space and ``<0x0A>`` a byte (Llama 2, Mistral,
+    Gemma, Phi-3).
 
     Args:
       backend: the tokenizer of the ``tokenizers`` package.
       chat_template: a jinja2 template over ``messages``, or None.
-      bos_token: what the template may refer to; prepended to texts if ``add_bos``.
+      bos_token: what the template may refer to; prepended to texts if ``add_bos_token``.
       eos_token: what the template may refer to.
-      add_bos: whether ``encode`` starts every text with ``bos_token``.
+      add_bos_token: whether ``encode`` starts every text with ``bos_token``.
+      num_ids: ids of the model that uses it; those that are no tokens have no text. None: those
+        of the tokens.
+
+    Raises:
+      ValueError: the backend is of another kind.
     """
 
-    __slots__ = ("_added", "_backend", "_settings")
+    __slots__ = ("_added", "_backend", "_is_byte_level", "_num_ids", "_settings", "_strips_space")
 
     def __init__(
         self,
@@ -125,65 +77,86 @@ class Tokenizer:
         chat_template: str | None = None,
         bos_token: str = "",
         eos_token: str = "",
-        add_bos: bool = False,
+        add_bos_token: bool = False,
+        num_ids: int | None = None,
     ) -> None:
         self._backend = backend
         self._added = backend.get_added_tokens_decoder()
+        self._num_ids = max(num_ids or 0, self.vocab_size)
         self._settings: dict[str, Any] = {
             "chat_template": chat_template,
             "bos_token": bos_token,
             "eos_token": eos_token,
-            "add_bos": add_bos,
+            "add_bos_token": add_bos_token,
         }
-
-    @classmethod
-    def from_gguf(cls, file: GgufFile) -> Tokenizer:
-        """Build the tokenizer that a GGUF file describes.
-
-        Raises:
-          ValueError: the file's tokenizer is not byte-level BPE, its pre-tokenizer is unknown, or
-            its lists do not fit together.
-        """
-        kind = file.metadata("tokenizer.ggml.pre", "default")
-        pre_tokenizer = _pre_tokenizer(kind)
-        if pre_tokenizer is None:
+        steps = _decoders(backend)
+        kinds = [step["type"] for step in steps]
+        model = type(backend.model).__name__
+        self._is_byte_level = kinds == ["ByteLevel"]
+        marks = [
+            step
+            for step in steps
+            if (step["type"] == "Replace" and step["pattern"] == {"String": _SPACE})
+            or (step["type"] == "Metaspace" and step["replacement"] == _SPACE)
+        ]
+        others = set(kinds) - {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
+        if model not in ("BPE", "Unigram") or not (
+            self._is_byte_level or (len(marks) == 1 and not others)
+        ):
             raise ValueError(
-                f"{file.path}: tokenizer.ggml.pre={kind!r} must be 'smollm', 'gpt-2', 'default', "
-                "'llama-bpe' or 'llama3'"
+                f"model {model!r} with decoder {', '.join(kinds) or None!r} must be byte-level BPE "
+                "(GPT-2, Llama 3, Qwen) or SentencePiece's BPE or Unigram (Llama 2, Mistral, Gemma)"
             )
-        tokens, added = _vocabulary(file)
-        backend = tokenizers.Tokenizer(_bpe(file, tokens, kind))
-        backend.pre_tokenizer = pre_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
-        backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-        backend.add_tokens(added)
-        return cls(
-            backend,
-            chat_template=file.metadata("tokenizer.chat_template", "") or None,
-            bos_token=_named_token(file, tokens, "bos_token_id"),
-            eos_token=_named_token(file, tokens, "eos_token_id"),
-            add_bos=bool(file.metadata("tokenizer.ggml.add_bos_token", False)),
+        self._strips_space = not self._is_byte_level and (
+            "Strip" in kinds or marks[0].get("prepend_scheme", "never") != "never"
         )
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> Tokenizer:
-        """Read what ``save`` wrote.
+    def from_gguf(cls, file: GgufFile, *, num_ids: int | None = None) -> Tokenizer:
+        """Build the tokenizer that a GGUF file describes.
+
+        Args:
+          file: the file.
+          num_ids: see the class.
 
         Raises:
-          ValueError: a file is missing or damaged; the message names it.
+          ValueError: the file's tokenizer or pre-tokenizer is of an unknown kind, or its lists do
+            not fit together.
         """
-        path = Path(folder) / "tokenizer.json"
+        from models.tokenizer_gguf import build_backend, read_settings
+
+        return cls(build_backend(file), **read_settings(file), num_ids=num_ids)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], *, num_ids: int | None = None) -> Tokenizer:
+        """Read a folder as ``save`` or Hugging Face's ``save_pretrained`` writes it.
+
+        Args:
+          folder: with tokenizer.json and, where it has them, tokenizer_config.json,
+            special_tokens_map.json and chat_template.jinja.
+          num_ids: see the class.
+
+        Raises:
+          ValueError: a file is missing or damaged, or of an unknown kind; the message names it.
+        """
+        from models.tokenizer_hf import read_backend, read_settings
+
+        backend = read_backend(Path(folder))
+        settings = read_settings(Path(folder), backend)
         try:
-            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-            path = Path(folder) / "tokenizer_config.json"
-            return cls(backend, **json.loads(path.read_text(encoding="utf-8")))
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path}: expected a tokenizer file: {error}") from error
+            return cls(backend, **settings, num_ids=num_ids)
+        except ValueError as error:
+            raise ValueError(f"{Path(folder) / TOKENIZER_FILES[0]}: {error}") from error
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``tokenizer.json`` (of the ``tokenizers`` package) and our settings beside it."""
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``, which transformers loads too."""
         self._backend.save(str(Path(folder) / "tokenizer.json"))
-        settings = json.dumps(self._settings, indent=1, ensure_ascii=False)
-        (Path(folder) / "tokenizer_config.json").write_text(settings, encoding="utf-8")
+        settings = {
+            name: value for name, value in self._settings.items() if value not in ("", None)
+        }
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        text = json.dumps(settings, indent=1, ensure_ascii=False)
+        (Path(folder) / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
     @property
     def vocab_size(self) -> int:
@@ -204,13 +177,21 @@ class Tokenizer:
         """
         ids = self._backend.encode(text, add_special_tokens=False).ids
         bos_id = self._backend.token_to_id(self._settings["bos_token"])
-        if self._settings["add_bos"] and bos_id is not None and ids[:1] != [bos_id]:
+        if self._settings["add_bos_token"] and bos_id is not None and ids[:1] != [bos_id]:
             return [bos_id, *ids]
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``, special tokens included; bad UTF-8 becomes U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=False)
+        """Return the text of ``ids``, special tokens included; bad UTF-8 becomes U+FFFD.
+
+        SentencePiece puts a space before a text, where the model was trained so: the text is what
+        follows that space. (A text that goes on, as an engine's output does, keeps it:
+        ``token_bytes``.)
+        """
+        if self._is_byte_level:
+            return self._backend.decode(list(ids), skip_special_tokens=False)
+        text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self._strips_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the exact bytes of one token, which may be a part of a UTF-8 character.
@@ -220,10 +201,15 @@ class Tokenizer:
         """
         token = self._backend.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
-            raise ValueError(f"token_id={token_id} must lie in [0, {self.vocab_size})")
-        if token_id in self._added:
-            return token.encode()
-        return bytes(_BYTE_OF_CHAR[char] for char in token)
+            if 0 <= token_id < self._num_ids:
+                return b""
+            raise ValueError(f"token_id={token_id} must lie in [0, {self._num_ids})")
+        if self._is_byte_level:
+            if token_id in self._added:
+                return token.encode()
+            return bytes(BYTE_OF_CHAR[char] for char in token)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
 
     def apply_chat_template(
         self,

@@ -71,12 +71,13 @@ class GgufFile:
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.path}: metadata key {key!r} must be UTF-8: {error}") from error
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a tensor dequantised to float32.
+    def tensor(self, name: str, shape: tuple[int, ...], rows: slice = slice(None)) -> np.ndarray:
+        """Return a tensor, or some rows of it, dequantised to float32.
 
         Args:
           name: the tensor's name in the file.
           shape: the expected shape, in numpy's order (the reverse of the file's).
+          rows: of its first axis.
 
         Raises:
           ValueError: it is missing, has another shape, a type that cannot be dequantised, or
@@ -91,14 +92,24 @@ class GgufFile:
         found = tuple(int(size) for size in reversed(tensor.shape))
         if found != shape:
             raise ValueError(f"{where}: expected shape {shape}, found {found}")
+        # The library maps the whole file, and what was touched stays in memory.
+        start, stop, _ = rows.indices(shape[0])
+        row_bytes = int(tensor.n_bytes) // shape[0]
+        raw = np.fromfile(
+            self.path,
+            dtype=tensor.data.dtype,
+            count=(stop - start) * row_bytes // tensor.data.dtype.itemsize,
+            offset=int(tensor.data_offset) + start * row_bytes,
+        )
         try:
-            values = dequantize(tensor.data, tensor.tensor_type)
+            data = raw.reshape(stop - start, *tensor.data.shape[1:])
+            values = dequantize(data, tensor.tensor_type)
         except NotImplementedError as error:
             raise ValueError(
                 f"{where}: expected a type that the gguf package can dequantise, "
                 f"found {tensor.tensor_type.name}"
             ) from error
-        values = np.asarray(values, dtype=np.float32).reshape(shape)
+        values = np.asarray(values, dtype=np.float32).reshape(stop - start, *shape[1:])
         if not np.isfinite(values).all():
             raise ValueError(f"{where}: expected finite numbers, found NaN or infinity (damaged?)")
         return values

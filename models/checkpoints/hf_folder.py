@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from models.checkpoints.hf_config import HfConfig
 
 _INDEX = "model.safetensors.index.json"
+# What weights become where nothing else is asked for; JAX has no float64 by default.
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -105,12 +109,23 @@ class HfFolder:
                 f"model of config.json's sizes ({len(others)} unknown in all)"
             )
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a tensor in its stored type.
+    @property
+    def dtype(self) -> np.dtype:
+        """The narrowest type that holds all tensors exactly (but for float64)."""
+        found = set()
+        for file in set(self._files.values()):
+            with safe_open(file, framework="numpy") as tensors:
+                found |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        known = [jnp.dtype(_DTYPES[name]) for name in sorted(found) if name in _DTYPES]
+        return functools.reduce(jnp.promote_types, known) if known else jnp.dtype(jnp.float32)
+
+    def tensor(self, name: str, shape: tuple[int, ...], rows: slice = slice(None)) -> np.ndarray:
+        """Return a tensor, or some rows of it, in its stored type.
 
         Args:
           name: the tensor's name, with the family's prefix.
           shape: the expected shape.
+          rows: of its first axis.
 
         Raises:
           ValueError: it is missing, has another shape, or is of a type that is no float.
@@ -122,16 +137,17 @@ class HfFolder:
                 f"{self.path}: tensor {name!r}: expected shape {shape}, there is no such tensor"
             )
         where = f"{file}: tensor {stored!r}"
+        # Opened anew: the library maps the file, and what was touched stays in memory until then.
         with safe_open(file, framework="numpy") as tensors:
             info = tensors.get_slice(stored)
             found = tuple(info.get_shape())
             if found != shape:
                 raise ValueError(f"{where}: expected shape {shape}, found {found}")
-            if info.get_dtype() not in ("F32", "BF16", "F16", "F64"):
+            if info.get_dtype() not in _DTYPES:
                 raise ValueError(
-                    f"{where}: expected F32, BF16, F16 or F64, found {info.get_dtype()}"
+                    f"{where}: expected {', '.join(_DTYPES)}, found {info.get_dtype()}"
                 )
-            return tensors.get_tensor(stored)
+            return info[rows]
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, by generation_config.json or else config.json."""

@@ -10,10 +10,27 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from models.checkpoints.gguf_reader import GgufFile
+from models.checkpoints.gguf_tensors import GgufTensors
 from models.checkpoints.hf_config import HfConfig
 from models.common import weights as tables
 from models.common.weights import Weight
 from paged_jax.model import Model, Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFormat:
+    """How GGUF files hold a family.
+
+    Attributes:
+      architectures: values of ``general.architecture``.
+      config: from a file.
+      tensors: of a file, by Hugging Face's names.
+    """
+
+    architectures: tuple[str, ...]
+    config: Callable[[GgufFile], Any]
+    tensors: Callable[[GgufFile, Any], GgufTensors]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +47,9 @@ class Family:
       hf_types: values of ``model_type`` that it serves.
       prefix: of the tensors' names in a Hugging Face folder, which some folders leave out.
       ignored: regular expressions of tensors in such folders that are no weights.
+      config_to_hf: the entries of a config.json that transformers loads; None: only models that
+        came from such a folder can become one again.
+      gguf: its form in GGUF files; None: not served.
     """
 
     name: str
@@ -40,6 +60,8 @@ class Family:
     hf_types: tuple[str, ...]
     prefix: str = "model."
     ignored: tuple[str, ...] = ()
+    config_to_hf: Callable[[Any], dict[str, Any]] | None = None
+    gguf: GgufFormat | None = None
 
     def param_shapes(self, config: Any) -> dict[str, Any]:
         """Return the weights' shapes, as nested dicts like the weights themselves.

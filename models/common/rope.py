@@ -52,6 +52,16 @@ class RopeScaling:
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
         return frequencies * (kept + (1 - kept) / self.factor)
 
+    def to_hf(self) -> dict[str, Any]:
+        """Return Hugging Face's entries."""
+        return {
+            "rope_type": self.kind,
+            "factor": self.factor,
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
+            "original_max_position_embeddings": self.original_max_position,
+        }
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearScaling:
@@ -74,6 +84,10 @@ class LinearScaling:
     def apply(self, frequencies: np.ndarray) -> np.ndarray:
         """Stretch frequencies in radians a token."""
         return frequencies / self.factor
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return Hugging Face's entries."""
+        return {"rope_type": self.kind, "factor": self.factor}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +140,16 @@ class LongRope:
             f"{len(frequencies)}, one a rotated pair of channels",
         )
         return frequencies / factors
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return Hugging Face's entries."""
+        return {
+            "rope_type": self.kind,
+            "short_factor": list(self.short_factors),
+            "long_factor": list(self.long_factors),
+            "attention_factor": self.attention_factor,
+            "original_max_position_embeddings": self.original_max_position,
+        }
 
 
 Scaling = RopeScaling | LinearScaling | LongRope

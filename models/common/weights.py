@@ -32,8 +32,13 @@ class TensorSource(Protocol):
         """Names of all tensors."""
         ...
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a tensor.
+    def tensor(self, name: str, shape: tuple[int, ...], rows: slice = slice(None)) -> np.ndarray:
+        """Return a tensor, or some rows of it.
+
+        Args:
+          name: the tensor's name.
+          shape: the expected shape of the whole tensor.
+          rows: of its first axis.
 
         Raises:
           ValueError: it is missing or has another shape.
@@ -74,81 +79,44 @@ class Weight:
         """Shape of the leaf."""
         return (*self.stacked_axes, *self.shape)
 
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], tuple[Any, ...]]]:
-        """Name and shape of every tensor, and where it goes in the leaf."""
-        parts = self.parts or (self.shape[-1],)
-        ends = list(itertools.accumulate(parts))
-        keys = [
-            key
-            for key, size in (("layer", self.num_layers), ("expert", self.num_experts))
-            if size is not None
-        ]
-        for index in itertools.product(*map(range, self.stacked_axes)):
-            for name, size, end in zip(self.names, parts, ends, strict=True):
-                shape = (*self.shape[:-1], size)
-                if self.is_transposed:
-                    shape = shape[::-1]
-                where = (*index, ..., slice(end - size, end))
-                yield name.format(**dict(zip(keys, index, strict=True))), shape, where
+    @property
+    def is_table(self) -> bool:
+        """Whether the leaf is one tensor as it is, so that rows of one are rows of the other."""
+        return not self.stacked_axes and not self.is_transposed and len(self.names) == 1
+
+    def indices(self) -> Iterator[tuple[int, ...]]:
+        """All indices of the stacked axes, in C order; () where there are none."""
+        return itertools.product(*map(range, self.stacked_axes))
+
+    def tensors_at(
+        self, index: tuple[int, ...]
+    ) -> Iterator[tuple[str, tuple[int, ...], tuple[Any, ...]]]:
+        """Name and shape of the tensors at one index, and where each goes in the leaf there."""
+        sizes = (("layer", self.num_layers), ("expert", self.num_experts))
+        keys = [key for key, size in sizes if size is not None]
+        start = 0
+        for name, size in zip(self.names, self.parts or (self.shape[-1],), strict=True):
+            shape = (*self.shape[:-1], size)
+            if self.is_transposed:
+                shape = shape[::-1]
+            where = (..., slice(start, start + size))
+            yield name.format(**dict(zip(keys, index, strict=True))), shape, where
+            start += size
 
 
 def param_shapes(weights: Sequence[Weight]) -> Shapes:
     """Return the weights' shapes, as nested dicts like the weights themselves."""
-    return _nested([(weight.path, weight.leaf_shape) for weight in weights])
+    return nested([(weight.path, weight.leaf_shape) for weight in weights])
 
 
 def tensor_names(weights: Sequence[Weight]) -> set[str]:
     """Return the names of all tensors that the weights are made of."""
-    return {name for weight in weights for name, _, _ in weight.tensors()}
-
-
-def read_leaf(source: TensorSource, weight: Weight, dtype: Any) -> np.ndarray:
-    """Return one leaf in host memory, read tensor by tensor.
-
-    Args:
-      source: what holds the tensors.
-      weight: which leaf.
-      dtype: of the leaf.
-
-    Raises:
-      ValueError: a tensor is missing or has another shape.
-    """
-    leaf = np.empty(weight.leaf_shape, dtype)
-    for name, shape, where in weight.tensors():
-        tensor = source.tensor(name, shape)
-        leaf[where] = tensor.T if weight.is_transposed else tensor
-    return leaf
-
-
-def read_params(source: TensorSource, weights: Sequence[Weight], dtype: Any) -> Tree:
-    """Return all weights, each on the device before the next one is read.
-
-    Args:
-      source: what holds the tensors.
-      weights: the table.
-      dtype: of the weights.
-
-    Raises:
-      ValueError: a tensor is missing or has another shape.
-    """
-    return _nested([(one.path, jax.device_put(read_leaf(source, one, dtype))) for one in weights])
-
-
-def write_tensors(params: Tree, weights: Sequence[Weight]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield name and value of every tensor that the parameters are made of.
-
-    Args:
-      params: nested dicts of arrays.
-      weights: the table.
-    """
-    for weight in weights:
-        leaf: Any = params
-        for key in weight.path.split("."):
-            leaf = leaf[key]
-        leaf = np.asarray(leaf)
-        for name, _, where in weight.tensors():
-            tensor = leaf[where]
-            yield name, np.ascontiguousarray(tensor.T if weight.is_transposed else tensor)
+    return {
+        name
+        for weight in weights
+        for index in weight.indices()
+        for name, _, _ in weight.tensors_at(index)
+    }
 
 
 def random_params(weights: Sequence[Weight], seed: int, *, dtype: Any = jnp.float32) -> Tree:
@@ -177,11 +145,12 @@ def random_params(weights: Sequence[Weight], seed: int, *, dtype: Any = jnp.floa
             draw(key, weight).astype(dtype) for key, weight in zip(keys, weights, strict=True)
         ]
     )
-    return _nested([(one.path, leaf) for one, leaf in zip(weights, draw_all(keys), strict=True)])
+    return nested([(one.path, leaf) for one, leaf in zip(weights, draw_all(keys), strict=True)])
 
 
-def _nested(leaves: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
+def nested(leaves: Sequence[tuple[str, Any]]) -> Tree:
+    """Return leaves by dotted path as nested dicts."""
+    tree: Tree = {}
     for path, leaf in leaves:
         *parents, last = path.split(".")
         node = tree

@@ -48,6 +48,22 @@ class Gpt2Config(DecoderConfig):
             layer_norm_eps=hf.get("layer_norm_epsilon", 1e-5),
         )
 
+    def to_hf(self) -> dict[str, Any]:
+        """Return Hugging Face's settings, which ``from_hf`` reads back."""
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "activation_function": "gelu_new",
+            "vocab_size": self.vocab_size,
+            "n_embd": self.hidden_size,
+            "n_inner": self.intermediate_size,
+            "n_layer": self.num_layers,
+            "n_head": self.num_heads,
+            "n_positions": self.max_position,
+            "layer_norm_epsilon": self.layer_norm_eps,
+            "tie_word_embeddings": self.tie_embeddings,
+        }
+
     @classmethod
     def small(cls, **changes: Any) -> Gpt2Config:
         """GPT-2 with 124 million weights (huggingface.co/openai-community/gpt2, config.json)."""

@@ -43,6 +43,7 @@ GPT2 = Family(
     module_class=Gpt2,
     weights=weights,
     config_from_hf=Gpt2Config.from_hf,
+    config_to_hf=Gpt2Config.to_hf,
     hf_types=("gpt2",),
     prefix="transformer.",
     # Masks, which old folders hold.

@@ -2,15 +2,9 @@
 
 from models.common.rope import RopeScaling
 from models.llama.config import LlamaConfig
+from models.llama.gguf import config_from_gguf
 from models.llama.modeling import Llama
-from models.llama.params import (
-    LLAMA,
-    as_model,
-    config_from_gguf,
-    param_shapes,
-    params_from_gguf,
-    random_params,
-)
+from models.llama.params import LLAMA, as_model, param_shapes, random_params
 
 __all__ = [
     "LLAMA",
@@ -20,6 +14,5 @@ __all__ = [
     "as_model",
     "config_from_gguf",
     "param_shapes",
-    "params_from_gguf",
     "random_params",
 ]

@@ -51,6 +51,26 @@ class LlamaConfig(DecoderConfig):
             tie_embeddings=hf.get("tie_word_embeddings", False),
         )
 
+    def to_hf(self) -> dict[str, Any]:
+        """Return Hugging Face's settings, which ``from_hf`` reads back."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_position,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None if self.rope_scaling is None else self.rope_scaling.to_hf(),
+            "tie_word_embeddings": self.tie_embeddings,
+        }
+
     @classmethod
     def smollm2_135m(cls) -> LlamaConfig:
         """SmolLM2-135M (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, config.json)."""

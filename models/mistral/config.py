@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from models.checkpoints.hf_config import HfConfig
 from models.llama.config import LlamaConfig
@@ -40,3 +41,11 @@ class MistralConfig(LlamaConfig):
           ValueError: an entry is missing, or asks for what this family does not have.
         """
         return cls(**vars(LlamaConfig.from_hf(hf)), sliding_window=hf.get("sliding_window"))
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return Hugging Face's settings, which ``from_hf`` reads back."""
+        return super().to_hf() | {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": self.sliding_window,
+        }

@@ -13,4 +13,5 @@ MISTRAL = Family(
     config_from_hf=MistralConfig.from_hf,
     hf_types=("mistral",),
     ignored=(r".*\.rotary_emb\.inv_freq",),
+    config_to_hf=MistralConfig.to_hf,
 )

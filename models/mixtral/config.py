@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from models.checkpoints.hf_config import HfConfig
 from models.mistral.config import MistralConfig
@@ -44,3 +45,12 @@ class MixtralConfig(MistralConfig):
             num_experts=hf.get("num_local_experts", 8),
             num_experts_per_token=hf.get("num_experts_per_tok", 2),
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return Hugging Face's settings, which ``from_hf`` reads back."""
+        return super().to_hf() | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": self.num_experts,
+            "num_experts_per_tok": self.num_experts_per_token,
+        }

@@ -52,5 +52,6 @@ MIXTRAL = Family(
     module_class=Mixtral,
     weights=weights,
     config_from_hf=MixtralConfig.from_hf,
+    config_to_hf=MixtralConfig.to_hf,
     hf_types=("mixtral",),
 )

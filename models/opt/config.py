@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from models.checkpoints.hf_config import HfConfig
 from models.common.config import DecoderConfig
@@ -52,6 +53,23 @@ class OptConfig(DecoderConfig):
             embedding_size=hf.get("word_embed_proj_dim", width),
             normalises_first=hf.get("do_layer_norm_before", True),
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return Hugging Face's settings, which ``from_hf`` reads back."""
+        return {
+            "architectures": ["OPTForCausalLM"],
+            "model_type": "opt",
+            "activation_function": "relu",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "word_embed_proj_dim": self.embedding_size,
+            "ffn_dim": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "max_position_embeddings": self.max_position,
+            "do_layer_norm_before": self.normalises_first,
+            "tie_word_embeddings": self.tie_embeddings,
+        }
 
     @classmethod
     def opt_13b(cls) -> OptConfig:

@@ -64,5 +64,6 @@ OPT = Family(
     module_class=Opt,
     weights=weights,
     config_from_hf=OptConfig.from_hf,
+    config_to_hf=OptConfig.to_hf,
     hf_types=("opt",),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -67,3 +68,14 @@ class Phi3Config(MistralConfig):
             sliding_window=hf.get("sliding_window"),
             rotary_dim=int(sizes["head_dim"] * share),
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return Hugging Face's settings, which ``from_hf`` reads back."""
+        scaling = self.rope_scaling
+        original = scaling.original_max_position if isinstance(scaling, LongRope) else None
+        return super().to_hf() | {
+            "architectures": ["Phi3ForCausalLM"],
+            "model_type": "phi3",
+            "partial_rotary_factor": self.rotary_dim / self.head_dim,
+            "original_max_position_embeddings": original or self.max_position,
+        }

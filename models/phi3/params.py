@@ -30,5 +30,6 @@ PHI3 = Family(
     module_class=Phi3,
     weights=weights,
     config_from_hf=Phi3Config.from_hf,
+    config_to_hf=Phi3Config.to_hf,
     hf_types=("phi3",),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from models.checkpoints.hf_config import HfConfig
 from models.llama.config import LlamaConfig
@@ -45,6 +46,24 @@ class Qwen2Config(LlamaConfig):
         """
         plain = LlamaConfig.from_hf(hf)
         return cls(**vars(plain), layer_windows=windows_from_hf(hf, plain.num_layers))
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return Hugging Face's settings, which ``from_hf`` reads back.
+
+        Raises:
+          ValueError: the layers have windows of several sizes.
+        """
+        sizes = {size for size in self.windows if size is not None}
+        require(len(sizes) <= 1, f"layer_windows={self.layer_windows} must have one size")
+        kinds = ["sliding_attention" if size else "full_attention" for size in self.windows]
+        return super().to_hf() | {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "use_sliding_window": bool(sizes),
+            "sliding_window": max(sizes, default=None),
+            "max_window_layers": self.num_layers - sum(map(bool, self.windows)),
+            "layer_types": kinds,
+        }
 
 
 def windows_from_hf(hf: HfConfig, num_layers: int) -> tuple[int | None, ...]:

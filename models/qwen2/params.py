@@ -1,7 +1,10 @@
 """The weights of Qwen2-family models."""
 
-from models.common.family import Family
+import functools
+
+from models.common.family import Family, GgufFormat
 from models.common.weights import LayerWeights, Weight
+from models.llama.gguf import config_from_gguf, unpermuted_tensors_from_gguf
 from models.llama.params import weights as llama_weights
 from models.qwen2.config import Qwen2Config
 from models.qwen2.modeling import Qwen2
@@ -23,4 +26,10 @@ QWEN2 = Family(
     config_from_hf=Qwen2Config.from_hf,
     hf_types=("qwen2",),
     ignored=(r".*\.rotary_emb\.inv_freq",),
+    config_to_hf=Qwen2Config.to_hf,
+    gguf=GgufFormat(
+        ("qwen2",),
+        functools.partial(config_from_gguf, config_class=Qwen2Config),
+        unpermuted_tensors_from_gguf,
+    ),
 )

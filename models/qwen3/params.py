@@ -1,7 +1,10 @@
 """The weights of Qwen3-family models."""
 
-from models.common.family import Family
+import functools
+
+from models.common.family import Family, GgufFormat
 from models.common.weights import LayerWeights, Weight
+from models.llama.gguf import config_from_gguf, unpermuted_tensors_from_gguf
 from models.llama.params import weights as llama_weights
 from models.qwen3.config import Qwen3Config
 from models.qwen3.modeling import Qwen3
@@ -24,4 +27,10 @@ QWEN3 = Family(
     weights=weights,
     config_from_hf=Qwen3Config.from_hf,
     hf_types=("qwen3",),
+    config_to_hf=Qwen3Config.to_hf,
+    gguf=GgufFormat(
+        ("qwen3",),
+        functools.partial(config_from_gguf, config_class=Qwen3Config),
+        unpermuted_tensors_from_gguf,
+    ),
 )

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from models.checkpoints import cache_root, read_config, read_params
 from models.common.family import Family
-from models.loading import KNOWN_MODELS, _cache_key, load_model
+from models.common.streaming import place
+from models.loading import open_model
 from models.registry import FAMILIES
 from models.tokenizer import Tokenizer
 from paged_jax.config import require
@@ -136,31 +134,22 @@ def existing_model(
     """Return a model that exists, to be trained on.
 
     Args:
-      name_or_path: a known model's name, a GGUF file, or a folder that ``export_model`` wrote.
+      name_or_path: see ``load_model``.
       cache_dir: see ``load_model``.
 
     Raises:
-      ValueError: it cannot be loaded, or its family cannot be trained.
+      ValueError: it cannot be loaded, or has no tokenizer.
     """
-    folder = Path(name_or_path)
-    if not folder.is_dir():
-        load_model(name_or_path, cache_dir=cache_dir)  # converts it, unless it is there already
-        source = KNOWN_MODELS.get(str(name_or_path))
-        name = str(name_or_path) if source else folder.stem
-        folder = cache_root(cache_dir) / f"{name}.{_cache_key(name_or_path, source)}"
-    settings = read_config(folder)
-    try:
-        family = FAMILIES[settings["family"]]
-        config = family.config_class.from_json(settings["config"])
-        eos_token_ids = tuple(settings["eos_token_ids"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder}/config.json: expected a model's settings: {error}") from error
-    params = read_params(folder, family.param_shapes(config))
+    stored = open_model(name_or_path, cache_dir=cache_dir)
+    tokenizer = stored.read_tokenizer()
+    require(tokenizer is not None, f"{stored.path}: must have a tokenizer to be trained on text")
+    assert tokenizer is not None
+    dtype = jnp.dtype(jnp.float32)
     return Start(
-        family=family,
-        config=config,
-        params=jax.tree.map(lambda leaf: leaf.astype(np.float32, copy=False), params),
-        tokenizer=Tokenizer.load(folder),
-        eos_token_ids=eos_token_ids,
+        family=stored.family,
+        config=stored.config,
+        params=place(stored.read(dtype), stored.shapes, dtype),
+        tokenizer=tokenizer,
+        eos_token_ids=stored.eos_token_ids,
         name=str(name_or_path),
     )

@@ -74,15 +74,26 @@ def test_save_and_load(toy, tmp_path):
     assert loaded.vocab_size == toy.vocab_size
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", [None, '{"version"', "{}", '{"other": 1}'])
-def test_a_damaged_file_is_named(toy, tmp_path, name, content):
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tokenizer.json", None, "there is none; .*save_pretrained"),
+        ("tokenizer.json", '{"version"', "it is damaged: .*line 1"),
+        ("tokenizer.json", "{}", "it has no 'model'"),
+        ("tokenizer.json", '{"model": {"type": "Odd"}}', "."),
+        ("tokenizer_config.json", '{"version"', "it is damaged: .*line 1"),
+        ("tokenizer_config.json", "[]", "it must be a JSON object"),
+        ("tokenizer_config.json", '{"bos_token": 3}', "3 must be a token's text"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template=3 must be text"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "."),
+        ("special_tokens_map.json", "nonsense", "it is damaged: .*line 1"),
+    ],
+)
+def test_a_damaged_file_is_named(toy, tmp_path, name, content, reason):
     toy.save(tmp_path)
     path = tmp_path / name
-    if name == "tokenizer_config.json" and content == "{}":
-        return  # every setting has a default
     path.unlink() if content is None else path.write_text(content)
-    with pytest.raises(ValueError, match=rf"{name}: expected a tokenizer file"):
+    with pytest.raises(ValueError, match=rf"{name}: expected a tokenizer file.* {reason}"):
         Tokenizer.load(tmp_path)
 
 
@@ -124,7 +135,8 @@ def test_pre_tokenizers(write_gguf, kind, text, pieces):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"tokenizer.ggml.model": "llama"}, r"model='llama' must be 'gpt2'"),
+        ({"tokenizer.ggml.model": "bert"}, r"model='bert' must be 'gpt2'"),
+        ({"tokenizer.ggml.model": "llama"}, r"expected the metadata key 'tokenizer\.ggml\.scores'"),
         ({"tokenizer.ggml.pre": "mystery"}, r"pre='mystery' must be 'smollm'"),
         ({"tokenizer.ggml.token_type": [1, 1]}, r"token_type has 2 entries, expected 263"),
         ({"tokenizer.ggml.merges": ["no such"]}, r"merges must join tokens"),

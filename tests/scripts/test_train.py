@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.loading import _load_checkpoint
+from models import load_model
 from paged_jax import Engine, EngineConfig, SamplingParams
 from paged_jax_scripts.training import run as run_module
 from paged_jax_scripts.training.byte_tokenizer import byte_tokenizer
@@ -415,7 +415,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
 
 def test_what_was_trained_decodes_and_can_be_trained_on(uninterrupted, tmp_path):
     folder = uninterrupted.out / "model"
-    model = _load_checkpoint(folder, "trained", "float32")
+    model = load_model(folder, progress=False)
     state = leaves_of(uninterrupted)
     np.testing.assert_array_equal(model.params["embedding"], state[".params['embedding']"])
     engine = Engine(model, config=EngineConfig(num_blocks=9))
@@ -507,7 +507,7 @@ def test_a_million_weights_learn_the_stories(tmp_path):
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     assert metrics[0]["loss"] > 4
     assert metrics[-1]["eval_loss"] < 0.3
-    model = _load_checkpoint(out, "stories", "float32")
+    model = load_model(out, progress=False)
     engine = Engine(model, config=EngineConfig(num_blocks=257))
     prompts = ["One rainy day, Nora was in the barn.", "It was a cold day. Hugo went"]
     params = SamplingParams(temperature=0.0, max_tokens=80)
