@@ -12,7 +12,7 @@ REPORT_ARGS ?=
 PAPER_ARGS ?=
 HF_ARGS ?= --check
 
-.PHONY: help demo install dev train paper test lint types unit test-all test-sampled test-long test-kernels test-min compile-report hf-goldens fmt bench clean
+.PHONY: help demo install dev train paper test lint types unit test-all test-sampled test-long test-kernels test-zoo test-min compile-report hf-goldens fmt bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,7 +38,7 @@ types: dev ## pyright
 unit: dev ## the sampled tests
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not long" $(PYTEST_ARGS)
 
-test-all: lint types test-sampled test-long test-kernels compile-report ## everything, in named parts
+test-all: lint types test-sampled test-long test-kernels test-zoo hf-goldens compile-report ## everything, in named parts
 
 test-sampled: unit ## part of test-all: what `make test` runs
 
@@ -47,6 +47,13 @@ test-long: dev ## part of test-all: every combination, the weights' long runs
 
 test-kernels: dev ## part of test-all: every combination of the ops, in the kernels' interpreters too
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m long tests/pallas_kernels $(PYTEST_ARGS)
+
+ZOO_TESTS := tests/paged_jax/integrations/test_transformers_flax.py \
+  tests/paged_jax/integrations/test_gemma.py tests/scripts/test_zoo_examples.py
+
+test-zoo: ## part of test-all: models of other zoos, in an environment of their own
+	@PYTHON="$(PYTHON)" scripts/make_venv.sh .venv-zoo dev,zoo constraints-zoo.txt
+	.venv-zoo/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ZOO_TESTS) $(PYTEST_ARGS)
 
 test-min: ## the sampled tests on the oldest JAX that is supported
 	$(MAKE) unit VENV=.venv-min CONSTRAINTS=constraints-min.txt
@@ -80,4 +87,4 @@ paper: ## the paper's experiments beside its figures, into results/ (PAPER_ARGS=
 	$(PY) scripts/paper.py all --jobs=$(JOBS) $(PAPER_ARGS)
 
 clean: ## remove environments and caches of the checkout (not the converted weights)
-	rm -rf .venv .venv-min .venv-aot .venv-hf .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-min .venv-aot .venv-hf .venv-zoo .pytest_cache .ruff_cache .hypothesis build *.egg-info
