@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from models.common.family import Family, GgufFormat
+from models.gemma2 import GEMMA2
+from models.gemma3 import GEMMA3, GEMMA3_IMAGE_TEXT
 from models.gpt2 import GPT2
 from models.llama import LLAMA
 from models.mistral import MISTRAL
@@ -13,7 +15,20 @@ from models.qwen2 import QWEN2
 from models.qwen3 import QWEN3
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (GPT2, LLAMA, MISTRAL, MIXTRAL, OPT, PHI3, QWEN2, QWEN3)
+    family.name: family
+    for family in (
+        GEMMA2,
+        GEMMA3,
+        GEMMA3_IMAGE_TEXT,
+        GPT2,
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        OPT,
+        PHI3,
+        QWEN2,
+        QWEN3,
+    )
 }
 
 
