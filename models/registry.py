@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from models.common.family import Family, GgufFormat
+from models.gemma2 import GEMMA2
+from models.gemma3 import GEMMA3, GEMMA3_IMAGE_TEXT
 from models.llama import LLAMA
 from models.mistral import MISTRAL
 from models.qwen2 import QWEN2
 from models.qwen3 import QWEN3
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA3_IMAGE_TEXT)
+}
 
 
 def family_of(model_type: str, *, where: object) -> Family:

@@ -34,13 +34,23 @@ class RotaryDecoder(nn.Module):
       param_dtype: of the weights; None means ``dtype``.
       block: ``block(config, param_dtype, window)(carry, layer, window, cos, sin)``; the window is
         the attribute where all layers have the same, the argument where they differ.
+      norm_offset: added to the final norm's weight.
     """
 
     block: ClassVar[type[nn.Module]]
+    norm_offset: ClassVar[float] = 0.0
 
     config: Any
     dtype: Any = jnp.float32
     param_dtype: Any = None
+
+    def scaled(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        """What the first layer gets of the embeddings; some families scale them."""
+        return x
+
+    def capped(self, logits: Float[Array, "B N V"]) -> Float[Array, "B N V"]:
+        """What the output head's logits become; some families bound them."""
+        return logits
 
     @nn.compact
     def __call__(
@@ -65,7 +75,7 @@ class RotaryDecoder(nn.Module):
         config, param_dtype = self.config, self.param_dtype or self.dtype
         table = (config.vocab_size, config.hidden_size)
         embedding = self.param("embedding", EMBEDDING_INIT, table, param_dtype)
-        x = embed(embedding, tokens, self.dtype)
+        x = self.scaled(embed(embedding, tokens, self.dtype))
         angles = angles_of(positions, config.frequencies)
         scanned = scan_layers(
             self.block, num_layers=config.num_layers, num_scanned=2, num_broadcast=2
@@ -76,7 +86,8 @@ class RotaryDecoder(nn.Module):
         indices = jnp.arange(config.num_layers, dtype=jnp.int32)
         (x, cache), _ = layers((x, cache), indices, windows, jnp.cos(angles), jnp.sin(angles))
         x = take_positions(x, logits_at)
-        x = RMSNorm(config.rms_norm_eps, param_dtype, name="final_norm")(x)
-        if config.tie_embeddings:
-            return output_head(x, embedding), cache
-        return output_head(x, self.param("head", EMBEDDING_INIT, table, param_dtype)), cache
+        x = RMSNorm(config.rms_norm_eps, param_dtype, self.norm_offset, name="final_norm")(x)
+        head = embedding
+        if not config.tie_embeddings:
+            head = self.param("head", EMBEDDING_INIT, table, param_dtype)
+        return self.capped(output_head(x, head)), cache

@@ -55,7 +55,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        tokens = np.random.default_rng(7).integers(0, config.vocab_size, _NUM_TOKENS)
+        tokens = np.random.default_rng(7).integers(
+            0, config.get_text_config().vocab_size, _NUM_TOKENS
+        )
         with torch.no_grad():
             logits = model(torch.asarray(tokens)[None]).logits[0].numpy()
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
