@@ -205,13 +205,13 @@ def hf_config_of(stored: StoredModel) -> dict[str, Any]:
     Raises:
       ValueError: its family has none to give, or what it gives is not the same geometry.
     """
+    if stored.family.config_to_hf is None:
+        raise ValueError(
+            f"{stored.path}: a {stored.family.name} model cannot become a Hugging Face folder: "
+            "only a part of such a folder is served"
+        )
     values = stored.hf_config
     if values is None:
-        if stored.family.config_to_hf is None:
-            raise ValueError(
-                f"{stored.path}: a {stored.family.name} model that did not come from a Hugging "
-                "Face folder cannot become one"
-            )
         values = stored.family.config_to_hf(stored.config)
     again = stored.family.config_from_hf(HfConfig(stored.path / "config.json", values))
     if again != stored.config:

@@ -47,8 +47,8 @@ class Family:
       hf_types: values of ``model_type`` that it serves.
       prefix: of the tensors' names in a Hugging Face folder, which some folders leave out.
       ignored: regular expressions of tensors in such folders that are no weights.
-      config_to_hf: the entries of a config.json that transformers loads; None: only models that
-        came from such a folder can become one again.
+      config_to_hf: the entries of a config.json that transformers loads; None: no folder can be
+        written, since the family is only a part of what such folders hold.
       gguf: its form in GGUF files; None: not served.
     """
 

@@ -21,7 +21,8 @@ class Gemma2Config(DecoderConfig):
 
     Attributes:
       query_pre_attn_scalar: scores are divided by its square root.
-      layer_windows: keys that a query attends to in each layer, its own included; None: all.
+      layer_windows: keys that a query attends to in each layer, its own included; None: all; ():
+        all in all layers.
       attn_soft_cap: bound of the scores, or None.
       final_soft_cap: bound of the logits, or None.
       rope_theta: base of the rotary frequencies.
@@ -32,8 +33,8 @@ class Gemma2Config(DecoderConfig):
       ValueError: there is not one window a layer, or the scalar or a cap is not positive.
     """
 
-    query_pre_attn_scalar: float
-    layer_windows: tuple[int | None, ...]
+    query_pre_attn_scalar: float = 256.0
+    layer_windows: tuple[int | None, ...] = ()
     attn_soft_cap: float | None = None
     final_soft_cap: float | None = None
     rope_theta: float = 10_000.0
@@ -43,7 +44,7 @@ class Gemma2Config(DecoderConfig):
     def __post_init__(self) -> None:
         windows = self.layer_windows
         require(
-            len(windows) == self.num_layers and all(w is None or w >= 1 for w in windows),
+            len(windows) in (0, self.num_layers) and all(w is None or w >= 1 for w in windows),
             f"layer_windows={windows} must be {self.num_layers} sizes >= 1 or None",
         )
         for name in ("query_pre_attn_scalar", "attn_soft_cap", "final_soft_cap"):
@@ -54,7 +55,7 @@ class Gemma2Config(DecoderConfig):
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Keys that a query attends to in each layer."""
-        return self.layer_windows
+        return self.layer_windows or (None,) * self.num_layers
 
     @property
     def frequencies(self) -> np.ndarray:
@@ -77,6 +78,37 @@ class Gemma2Config(DecoderConfig):
             rope_theta=theta,
             rope_scaling=scaling,
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return Hugging Face's settings, which ``from_hf`` reads back.
+
+        Raises:
+          ValueError: the layers have windows of several sizes.
+        """
+        sizes = {size for size in self.windows if size is not None}
+        require(len(sizes) <= 1, f"layer_windows={self.layer_windows} must have one size")
+        return {
+            "architectures": ["Gemma2ForCausalLM"],
+            "model_type": "gemma2",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_position,
+            "query_pre_attn_scalar": self.query_pre_attn_scalar,
+            "sliding_window": max(sizes, default=None),
+            "layer_types": [_LAYER_KINDS[size is not None] for size in self.windows],
+            "attn_logit_softcapping": self.attn_soft_cap,
+            "final_logit_softcapping": self.final_soft_cap,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None if self.rope_scaling is None else self.rope_scaling.to_hf(),
+            "tie_word_embeddings": self.tie_embeddings,
+        }
 
 
 def gemma_fields(hf: HfConfig, *, period: int) -> dict[str, Any]:

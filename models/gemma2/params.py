@@ -42,4 +42,5 @@ GEMMA2 = Family(
     weights=weights,
     config_from_hf=Gemma2Config.from_hf,
     hf_types=("gemma2",),
+    config_to_hf=Gemma2Config.to_hf,
 )

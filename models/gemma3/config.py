@@ -67,6 +67,18 @@ class Gemma3Config(Gemma2Config):
             local_rope_theta=local_theta,
         )
 
+    def to_hf(self) -> dict[str, Any]:
+        """Return Hugging Face's settings, which ``from_hf`` reads back.
+
+        Raises:
+          ValueError: as Gemma 2's.
+        """
+        return super().to_hf() | {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "rope_local_base_freq": self.local_rope_theta,
+        }
+
     @classmethod
     def from_image_text_hf(cls, hf: HfConfig) -> Gemma3Config:
         """Read the text part of an image-and-text model's settings.

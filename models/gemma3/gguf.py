@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from models.checkpoints.gguf_reader import GgufFile
 from models.checkpoints.gguf_tensors import GgufTensors
-from models.common.family import GgufFormat
 from models.common.rope import LinearScaling
 from models.gemma3.config import Gemma3Config
 
@@ -26,6 +25,7 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_NORMS = [name for name in _NAMES.values() if name.endswith("norm")]
 # The file does not say by what the scores of the 27B model are divided; llama.cpp knows it by this.
 _NUM_LAYERS_27B = 62
 
@@ -82,15 +82,6 @@ def config_from_gguf(file: GgufFile) -> Gemma3Config:
 
 
 def tensors_from_gguf(file: GgufFile, config: Gemma3Config) -> GgufTensors:
-    """Return the tensors of a GGUF file by Hugging Face's names.
-
-    Args:
-      file: a file of architecture ``gemma3``.
-      config: its geometry.
-    """
+    """Return the tensors of a GGUF file of architecture ``gemma3``, by Hugging Face's names."""
     del config
-    norms = [name for name in _NAMES.values() if name.endswith("norm")]
-    return GgufTensors(file, _NAMES, less_one=norms)
-
-
-GGUF = GgufFormat(("gemma3",), config_from_gguf, tensors_from_gguf)
+    return GgufTensors(file, _NAMES, less_one=_NORMS)

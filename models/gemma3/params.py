@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from models.common.family import Family
+from models.common.family import Family, GgufFormat
 from models.common.weights import LayerWeights, Weight
 from models.gemma2.params import weights as gemma2_weights
 from models.gemma3.config import Gemma3Config
-from models.gemma3.gguf import GGUF
+from models.gemma3.gguf import config_from_gguf, tensors_from_gguf
 from models.gemma3.modeling import Gemma3
 
 
@@ -35,15 +35,17 @@ GEMMA3 = Family(
     weights=weights,
     config_from_hf=Gemma3Config.from_hf,
     hf_types=("gemma3_text",),
-    gguf=GGUF,
+    config_to_hf=Gemma3Config.to_hf,
+    gguf=GgufFormat(("gemma3",), config_from_gguf, tensors_from_gguf),
 )
 GEMMA3_IMAGE_TEXT = dataclasses.replace(
     GEMMA3,
     name="gemma3_image_text",
-    gguf=None,
     weights=image_text_weights,
     config_from_hf=Gemma3Config.from_image_text_hf,
     hf_types=("gemma3",),
     prefix="language_model.",
     ignored=(r"vision_tower\..*", r"multi_modal_projector\..*", r"language_model\.lm_head\.weight"),
+    config_to_hf=None,
+    gguf=None,
 )

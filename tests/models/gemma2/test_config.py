@@ -34,3 +34,9 @@ def test_windows_alternate_where_the_layers_kinds_are_not_listed():
 def test_caps(settings, caps):
     config = read(settings)
     assert (config.attn_soft_cap, config.final_soft_cap) == caps
+
+
+@pytest.mark.parametrize("caps", [(4.0, 3.0), (None, None)])
+def test_written_settings_are_read_back(caps):
+    config = read(STORED | dict(zip(CAPS, caps, strict=True)))
+    assert read(config.to_hf()) == config

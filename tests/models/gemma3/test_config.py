@@ -120,3 +120,8 @@ def test_json_round_trip():
     stored = json.loads(json.dumps(config.to_json()))
     assert Gemma3Config.from_json(stored) == config
     assert dataclasses.replace(config, local_rope_theta=7.0) != config
+
+
+def test_written_settings_are_read_back(tmp_path):
+    config = read(tmp_path, MODERN)
+    assert read(tmp_path, config.to_hf()) == config

@@ -9,9 +9,8 @@ from suites.toy_gguf import TOY_CONFIG, TOY_TOKENS, toy_metadata, write_toy_gguf
 
 from models.checkpoints import GgufFile
 from models.common.rope import LinearScaling
-from models.gemma3 import GEMMA3, Gemma3Config
-from models.gemma3.gguf import config_from_gguf
-from models.stored import open_gguf
+from models.gemma3 import GEMMA3, Gemma3Config, config_from_gguf
+from models.stored import open_stored
 
 CONFIG = Gemma3Config(
     vocab_size=len(TOY_TOKENS),
@@ -98,9 +97,10 @@ def open_toy(tmp_path, params, llama_tensors):
 
 
 def test_geometry_and_weights(open_toy, params):
-    stored = open_gguf(open_toy().path)
-    assert stored.config == CONFIG
-    found = stored.load("float32").params
+    file = open_toy()
+    config = config_from_gguf(file)
+    assert config == CONFIG
+    found = open_stored(file.path).load("float32").params
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), found, params
     )
@@ -156,6 +156,6 @@ def test_geometry_that_does_not_fit_is_named(open_toy, metadata, message):
     ],
 )
 def test_tensors_that_do_not_fit_are_named(open_toy, tensors, message):
-    path = open_toy(tensors=tensors).path
+    file = open_toy(tensors=tensors)
     with pytest.raises(ValueError, match=message):
-        open_gguf(path).load("float32")
+        open_stored(file.path).load("float32")

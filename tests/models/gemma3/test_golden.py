@@ -12,13 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from suites.fixed_batch import FixedBatch
 
 from models.checkpoints.fetch import sha256_of
-from models.common.streaming import blocks_of, split_blocks
-from models.gemma3 import GEMMA3
-from models.stored import open_gguf
+from models.conversion import convert
+from models.stored import open_stored
 
 pytestmark = pytest.mark.long
 
@@ -49,18 +47,16 @@ def gemma3():
     if not path:
         pytest.skip("PAGED_JAX_GEMMA_GGUF names no GGUF file of Gemma 3 270M")
     assert sha256_of(Path(path), progress=False) == GOLDEN["gguf_sha256"]
-    stored = open_gguf(Path(path))
-    return stored.config, stored.load("float32")
+    return open_stored(Path(path)).load("float32")
 
 
 @pytest.mark.parametrize("kind", ["paged", "dense"])
 def test_golden_tokens(gemma3, kind):
-    _, model = gemma3
     items = GOLDEN["items"]
     prompts = [item["prompt_ids"] for item in items]
     num_tokens = len(items[0]["greedy_ids"])
     capacity = max(map(len, prompts)) + num_tokens
-    batch = FixedBatch(model, kind, num_rows=len(items), capacity=capacity, fill=float("nan"))
+    batch = FixedBatch(gemma3, kind, num_rows=len(items), capacity=capacity, fill=float("nan"))
     logits = batch.prefill(prompts, chunk=64)
     for row, item in enumerate(items):
         top = item["first_top10"]
@@ -84,41 +80,15 @@ def test_a_prompt_longer_than_the_windows(gemma3, tmp_path):
     python = os.environ.get("PAGED_JAX_HF_PYTHON")
     if not python:
         pytest.skip("PAGED_JAX_HF_PYTHON names no interpreter with transformers")
-    config, model = gemma3
     texts = [item["prompt_ids"] + item["greedy_ids"] for item in GOLDEN["items"]]
     tokens = np.concatenate(texts)[:NUM_LONG].astype(np.int32)
-    assert len(tokens) == NUM_LONG > max(w for w in config.windows if w) + CHUNK
-    write_reference_folder(tmp_path, config, model.params)
-    np.save(tmp_path / "tokens.npy", tokens)
-    subprocess.run([python, "-c", REFERENCE, str(tmp_path), str(CHUNK)], check=True, env={})
-    expected = np.load(tmp_path / "logits.npy")
-    batch = FixedBatch(model, "paged", num_rows=1, capacity=NUM_LONG, fill=float("nan"))
+    assert len(tokens) == NUM_LONG
+    folder = tmp_path / "gemma"
+    convert(os.environ["PAGED_JAX_GEMMA_GGUF"], folder, to="hf")
+    np.save(folder / "tokens.npy", tokens)
+    subprocess.run([python, "-c", REFERENCE, str(folder), str(CHUNK)], check=True, env={})
+    expected = np.load(folder / "logits.npy")
+    batch = FixedBatch(gemma3, "paged", num_rows=1, capacity=NUM_LONG, fill=float("nan"))
     found = [batch.run(part[None], [CHUNK])[0, 0] for part in tokens.reshape(-1, CHUNK)]
     print(f"largest difference {np.abs(found - expected).max():.2g}")
     np.testing.assert_allclose(found, expected, atol=LOGIT_TOLERANCE, rtol=0)
-
-
-def write_reference_folder(folder, config, params):
-    """The model as transformers reads it, in the settings' older form."""
-    table = GEMMA3.weights(config)
-    tensors = dict(split_blocks(blocks_of(params, table), table))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    settings = {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position,
-        "query_pre_attn_scalar": int(config.query_pre_attn_scalar),
-        "sliding_window": config.windows[0],
-        "sliding_window_pattern": 6,
-        "rope_theta": config.rope_theta,
-        "rope_local_base_freq": config.local_rope_theta,
-        "rms_norm_eps": config.rms_norm_eps,
-    }
-    (folder / "config.json").write_text(json.dumps(settings))
