@@ -54,7 +54,7 @@ def as_model(
     replacements = dict(attention or {})
 
     def run(state: Any, tokens: Array, positions: Array, attend_at: Any) -> Array:
-        copy = nnx.merge(graph, state)
+        copy = nnx.merge(graph, state, copy=True)  # variables belong to the trace that made them
         for path, node in list(nnx.iter_graph(copy)):
             attend = functools.partial(attend_at, "/".join(map(str, path)))
             replace = next((replacements[c] for c in type(node).__mro__ if c in replacements), None)
