@@ -92,11 +92,15 @@ class _Probe:
     """Attends to nothing, and leaves a mark in the traced program that can be counted."""
 
     def __init__(self) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, int, int]] = {}
 
     def attend(self, path: str, q: Array, k: Array, v: Array, **options: Any) -> Array:
         del options
-        self.shapes.setdefault(path, (q.shape[2], k.shape[2], q.shape[3]))
+        shape = (q.shape[2], k.shape[2], q.shape[3])
+        require(
+            self.shapes.setdefault(path, shape) == shape,
+            f"{path}: (heads, KV heads, head dim) {shape} must be {self.shapes[path]} as before",
+        )
 
         def mark(q: Array, k: Array, v: Array) -> Array:
             return q + 0 * (k[:, :, :1] + v[:, :, :1])
@@ -195,11 +199,10 @@ def _find_sites(run: Run, params: Any, has_positions: bool) -> _Sites:
         f"attention modules have (heads, KV heads, head dim) {probe.shapes}: must be alike, since "
         "a block holds all layers",
     )
-    logits = program.out_avals
+    outputs = [getattr(aval, "shape", ()) for aval in program.out_avals]
     require(
-        len(logits) == 1 and len(logits[0].shape) == 3 and logits[0].shape[:2] == (2, 3),
-        f"forward returned {[x.str_short() for x in logits]} for tokens [2, 3]: must be logits "
-        "[B, T, V]",
+        len(outputs) == 1 and len(outputs[0]) == 3 and outputs[0][:2] == (2, 3),
+        f"forward returned arrays of shapes {outputs} for tokens [2, 3]: must be logits [B, T, V]",
     )
     uses = {id(v) for eqn in program.jaxpr.eqns for v in eqn.invars}
     require(
@@ -211,7 +214,8 @@ def _find_sites(run: Run, params: Any, has_positions: bool) -> _Sites:
     num_layers = _count_marks(program.jaxpr)
     paths = list(probe.shapes)
     layers = {path: i for i, path in enumerate(paths)} if len(paths) == num_layers else {}
-    return _Sites(layers, num_layers, *shapes.pop(), logits[0].shape[2])
+    num_heads, num_kv_heads, head_dim = shapes.pop()
+    return _Sites(layers, num_layers, num_heads, num_kv_heads, head_dim, outputs[0][2])
 
 
 def _count_marks(program: core.Jaxpr) -> int:

@@ -17,12 +17,15 @@ from flax.core import axes_scan
 from jaxtyping import Array, Float
 
 from paged_jax.config import require
-from paged_jax.integrations.held_cache import Attend, Attention, make_model
+from paged_jax.integrations.held_cache import Attention, make_model
 from paged_jax.model import Model
 
 
 def multi_head_attention(
-    module: nn.MultiHeadDotProductAttention, attend: Attend, *args: Any, **kwargs: Any
+    module: nn.MultiHeadDotProductAttention,
+    attend: Callable[[Array, Array, Array], Array],
+    *args: Any,
+    **kwargs: Any,
 ) -> Float[Array, "B T C"]:
     """Call Flax's own module, its softmax replaced.
 
@@ -33,7 +36,7 @@ def multi_head_attention(
       ValueError: the module has a cache or an ``attention_fn`` of its own, dropout that is on, or
         keys and values of other inputs than its queries; or weights are to be sown.
     """
-    path = attend.path
+    path = "/".join(module.path)
     require(not module.decode, f"{path}: decode=True must be False: the cache is the engine's")
     require(
         module.attention_fn is nn.dot_product_attention,
@@ -81,7 +84,7 @@ def as_model(
       max_position: longest context in tokens.
       attention: for classes of attention modules, what replaces ``__call__``:
         ``f(module, attend, *args, **kwargs)`` returns what the class does, and calls
-        ``attend(q, k, v)`` once (see ``Attend``). Flax's ``MultiHeadDotProductAttention`` and what
+        ``attend(q, k, v)`` once (see ``held_cache.Attend``). Flax's ``MultiHeadDotProductAttention`` and what
         derives from it are known.
       has_positions: False for a model without position embeddings, which ``forward`` cannot tell.
       **fields: of ``Model``: ``tokenizer``, ``eos_token_ids``, ``name``.
@@ -109,9 +112,7 @@ def as_model(
         with nn.intercept_methods(intercept), _scans_with_effects():
             return forward(params, tokens, positions)
 
-    return make_model(
-        run, params, max_position=max_position, has_positions=has_positions, **fields
-    )
+    return make_model(run, params, max_position=max_position, has_positions=has_positions, **fields)
 
 
 def _replacement(replacements: Mapping[type, Attention], cls: type) -> Attention | None:

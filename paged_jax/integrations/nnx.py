@@ -40,7 +40,7 @@ def as_model(
       max_position: longest context in tokens.
       attention: for classes of attention modules, what replaces ``__call__``:
         ``f(module, attend, *args, **kwargs)`` returns what the class does, and calls
-        ``attend(q, k, v)`` once (see ``Attend``). ``nnx.MultiHeadAttention`` needs none: its
+        ``attend(q, k, v)`` once (see ``held_cache.Attend``). ``nnx.MultiHeadAttention`` needs none: its
         ``attention_fn`` is replaced, and the rotations of ``nnx.dot_product_attention_with_rope``
         are kept.
       has_positions: False for a model without position embeddings, which ``forward`` cannot tell.
@@ -65,9 +65,7 @@ def as_model(
                 node.attention_fn = _attention_fn(node, attend())
         return forward(copy, tokens, positions)
 
-    return make_model(
-        run, state, max_position=max_position, has_positions=has_positions, **fields
-    )
+    return make_model(run, state, max_position=max_position, has_positions=has_positions, **fields)
 
 
 def _call(replace: Attention, attend: Attend, module: Any, *args: Any, **kwargs: Any) -> Any:

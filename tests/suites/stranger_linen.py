@@ -117,7 +117,7 @@ def decode(module: GPT, params: Any, tokens: list[int]) -> np.ndarray:
     for position, token in enumerate(tokens):
         logits, cache = step(params, cache, jnp.int32(token), jnp.int32(position))
         rows.append(logits)
-    return np.stack(rows)
+    return np.stack(rows).astype(np.float32)
 
 
 @functools.cache

@@ -80,7 +80,9 @@ def decode(model: GPT, tokens: list[int]) -> np.ndarray:
         if isinstance(node, nnx.MultiHeadAttention):
             node.decode = True
             node.init_cache((1, MAX_LEN, WIDTH))
-    ids = ((np.full((1, 1), t, np.int32), np.full((1, 1), p, np.int32)) for p, t in enumerate(tokens))
+    ids = (
+        (np.full((1, 1), t, np.int32), np.full((1, 1), p, np.int32)) for p, t in enumerate(tokens)
+    )
     return np.stack([_call(model, *pair)[0, 0] for pair in ids])
 
 
