@@ -59,10 +59,25 @@ def test_own_model_example(capsys):
     assert [len(tokens) for tokens in token_lists] == [16, 16]
 
 
+def test_a_model_from_somewhere_else(capsys):
+    block = python_blocks()[5]
+    ours = block[block.index("from paged_jax") :]
+    assert len([line for line in ours.splitlines() if line.strip()]) <= 10
+    namespace = {}
+    exec(compile(block, "README.md, block 5", "exec"), namespace)
+    token_lists = [eval(line) for line in capsys.readouterr().out.splitlines()]
+    assert [len(tokens) for tokens in token_lists] == [6, 6]
+    # What the model says of the whole text, without any cache.
+    tokens = [1, 2, 3, 4, 5, *token_lists[0]]
+    ids, positions = (namespace["jnp"].asarray([values]) for values in (tokens, range(len(tokens))))
+    logits = namespace["module"].apply(namespace["params"], ids, positions)[0]
+    assert logits[4:-1].argmax(-1).tolist() == tokens[5:]
+
+
 @pytest.mark.weights
 def test_dense_engine_example(smollm2, capsys):
     del smollm2
-    run_block(5)
+    run_block(6)
     same, numbers = capsys.readouterr().out.rsplit("] ", 1)
     assert same == "[True, True, True"
     num_bytes, blocks = int(numbers.split()[0]), int(numbers.split("held ")[1].split()[0])
