@@ -191,7 +191,7 @@ def _find_sites(run: Run, params: Any, has_positions: bool) -> _Sites:
         return run(params, tokens, positions, attend_at)
 
     ids = jax.ShapeDtypeStruct((2, 3), jnp.int32)  # B and T that differ from each other
-    program = jax.make_jaxpr(traced)(ids, ids, params)
+    program, logits = jax.make_jaxpr(traced, return_shape=True)(ids, ids, params)
     require(len(probe.shapes) > 0, "forward ran no attention module that is hooked")
     shapes = set(probe.shapes.values())
     require(
@@ -199,7 +199,7 @@ def _find_sites(run: Run, params: Any, has_positions: bool) -> _Sites:
         f"attention modules have (heads, KV heads, head dim) {probe.shapes}: must be alike, since "
         "a block holds all layers",
     )
-    outputs = [getattr(aval, "shape", ()) for aval in program.out_avals]
+    outputs: list[tuple[int, ...]] = [x.shape for x in jax.tree.leaves(logits)]
     require(
         len(outputs) == 1 and len(outputs[0]) == 3 and outputs[0][:2] == (2, 3),
         f"forward returned arrays of shapes {outputs} for tokens [2, 3]: must be logits [B, T, V]",

@@ -84,8 +84,8 @@ def as_model(
       max_position: longest context in tokens.
       attention: for classes of attention modules, what replaces ``__call__``:
         ``f(module, attend, *args, **kwargs)`` returns what the class does, and calls
-        ``attend(q, k, v)`` once (see ``held_cache.Attend``). Flax's ``MultiHeadDotProductAttention`` and what
-        derives from it are known.
+        ``attend(q, k, v)`` once (see ``held_cache.Attend``). Flax's
+        ``MultiHeadDotProductAttention`` and what derives from it are known.
       has_positions: False for a model without position embeddings, which ``forward`` cannot tell.
       **fields: of ``Model``: ``tokenizer``, ``eos_token_ids``, ``name``.
 

@@ -40,9 +40,9 @@ def as_model(
       max_position: longest context in tokens.
       attention: for classes of attention modules, what replaces ``__call__``:
         ``f(module, attend, *args, **kwargs)`` returns what the class does, and calls
-        ``attend(q, k, v)`` once (see ``held_cache.Attend``). ``nnx.MultiHeadAttention`` needs none: its
-        ``attention_fn`` is replaced, and the rotations of ``nnx.dot_product_attention_with_rope``
-        are kept.
+        ``attend(q, k, v)`` once (see ``held_cache.Attend``). ``nnx.MultiHeadAttention`` needs
+        none: its ``attention_fn`` is replaced, and the rotations of
+        ``nnx.dot_product_attention_with_rope`` are kept.
       has_positions: False for a model without position embeddings, which ``forward`` cannot tell.
       **fields: of ``Model``: ``tokenizer``, ``eos_token_ids``, ``name``.
 

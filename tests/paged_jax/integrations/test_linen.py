@@ -33,7 +33,14 @@ def test_the_engine_says_what_the_modules_own_decoding_says(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [{}, {"remats": True}, {"scans": True}, scanned], ids=["loop", "remat", "scan", "both"]
+    "kind",
+    [
+        {},
+        pytest.param({"remats": True}, marks=pytest.mark.long),
+        pytest.param({"scans": True}, marks=pytest.mark.long),
+        scanned,
+    ],
+    ids=["loop", "remat", "scan", "both"],
 )
 def test_logits_are_those_of_decode_mode(kind):
     module, params, model = stranger(**kind)

@@ -39,7 +39,9 @@ def test_the_engine_says_what_the_modules_own_decoding_says(kind):
     check_engine(model, functools.partial(zoo.decode if kind == "list" else zoo.whole, module))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["list", *(pytest.param(k, marks=pytest.mark.long) for k in KINDS if k != "list")]
+)
 def test_logits_are_those_of_decode_mode(kind):
     module, model = stranger(**KINDS[kind])
     spec = model.spec
