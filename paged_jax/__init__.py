@@ -6,8 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paged_jax.baselines.lockstep import BaselineRun
     from paged_jax.cache import DenseKVCache, KVCache, PagedKVCache
-    from paged_jax.comparison import BaselineRun, Comparison, compare
+    from paged_jax.comparison import Comparison, compare
     from paged_jax.config import EngineConfig, ModelSpec, NgramSpeculation
     from paged_jax.engine import Engine
     from paged_jax.metrics import EngineStats, count_compilations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 # Names are imported when they are first used: the host side (``paged_jax.blocks``,
 # ``paged_jax.scheduling``) is plain Python and can be used without importing jax.
 _MODULES = {
-    "BaselineRun": "comparison",
+    "BaselineRun": "baselines.lockstep",
     "Comparison": "comparison",
     "Completion": "outputs",
     "DenseKVCache": "cache",

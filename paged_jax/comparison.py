@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
+from paged_jax.baselines.lockstep import Baseline, BaselineRun
 from paged_jax.baselines.static_batch import run_static_batch
 from paged_jax.config import EngineConfig, require
 from paged_jax.engine import Engine
@@ -17,33 +17,6 @@ from paged_jax.sampling.params import SamplingParams
 
 # Two float32 runs may part where the two best logits are closer than this (docs/design.md).
 NEAR_TIE = 2e-3
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineRun:
-    """What a dense cache yielded.
-
-    Attributes:
-      token_ids: generated tokens, a list a request.
-      logits: of every step of a request, ``[steps, V]`` each, a list a request.
-      cache_nbytes: most bytes that the cache held at once.
-      seconds: wall time, compilation excluded.
-    """
-
-    token_ids: list[list[int]]
-    logits: list[np.ndarray]
-    cache_nbytes: int
-    seconds: float
-
-
-class Baseline(Protocol):
-    """Greedy decoding over a cache that is not this library's: the zoo's own."""
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], /
-    ) -> BaselineRun:
-        """Decode ``max_tokens[i]`` tokens after ``prompts[i]``, end tokens ignored."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +75,8 @@ def compare(
       max_tokens: tokens to generate, for all or for each; end tokens are ignored.
       config: of the engine; None means ``EngineConfig()``.
       engine: one that exists already, instead of ``config``.
-      baseline: the zoo's own decoding; None means a static batch over ``DenseKVCache``, every row
-        as long as the longest.
+      baseline: the zoo's own decoding (``baselines.lockstep_baseline``); None means a static batch
+        over ``DenseKVCache``, every row as long as the longest.
       report: told what comes next.
 
     Raises:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from paged_jax.baselines.lockstep import Baseline, lockstep_baseline
 from paged_jax.config import ModelSpec, require
 from paged_jax.model import Model, Tokenizer
 
@@ -141,3 +143,27 @@ def as_model(
         eos_token_ids=eos_token_ids,
         name=type(model).__name__,
     )
+
+
+def own_decoding(model: Any, params: Any, *, dtype: Any = jnp.float32) -> Baseline:
+    """Return the model's own greedy decoding over its own cache, for ``compare``.
+
+    Args:
+      model: as for ``as_model``.
+      params: likewise.
+      dtype: of the cache.
+    """
+
+    def init_cache(num_rows: int, capacity: int) -> Any:
+        return model.init_cache(batch_size=num_rows, dtype=dtype, cache_length=capacity)
+
+    def step(cache: Any, tokens: Array, position: Array) -> tuple[Array, Any]:
+        keys = next(leaf for leaf in jax.tree.leaves(cache) if leaf.ndim == 4)  # [B, capacity, ...]
+        positions = jnp.broadcast_to(position, tokens.shape)
+        mask = jnp.arange(keys.shape[1]) <= positions[..., None]  # [B, 1, capacity]
+        out = model.apply(
+            {"params": params}, tokens, positions=positions, cache=cache, attention_mask=mask
+        )
+        return out.logits[:, 0], out.cache
+
+    return lockstep_baseline(init_cache, step)

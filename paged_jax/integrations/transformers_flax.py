@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from paged_jax.baselines.lockstep import Baseline, lockstep_baseline
 from paged_jax.config import ModelSpec, require
 from paged_jax.model import Model, Tokenizer
 
@@ -165,6 +167,33 @@ def as_model(model: Any, params: Any = None, *, tokenizer: Tokenizer | None = No
         eos_token_ids=_end_tokens(model),
         name=model.config.name_or_path or model.config.model_type,
     )
+
+
+def own_decoding(model: Any, params: Any = None) -> Baseline:
+    """Return the model's own greedy decoding over its ``past_key_values``, for ``compare``.
+
+    Args:
+      model: as for ``as_model``.
+      params: likewise.
+    """
+    params = model.params if params is None else params
+
+    def init_cache(num_rows: int, capacity: int) -> Any:
+        return model.init_cache(num_rows, capacity)
+
+    def step(cache: Any, tokens: Array, position: Array) -> tuple[Array, Any]:
+        num_rows = tokens.shape[0]
+        keys = next(leaf for leaf in jax.tree.leaves(cache) if leaf.ndim == 4)  # [B, capacity, ...]
+        out = model(
+            tokens,
+            jnp.ones((num_rows, keys.shape[1]), jnp.int32),
+            jnp.broadcast_to(position, tokens.shape),
+            params=params,
+            past_key_values=cache,
+        )
+        return out.logits[:, 0], out.past_key_values
+
+    return lockstep_baseline(init_cache, step)
 
 
 def _end_tokens(model: Any) -> tuple[int, ...]:

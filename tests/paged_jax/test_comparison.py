@@ -1,11 +1,16 @@
 """One call compares the paged engine with a dense cache, ours or another's."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from suites import stranger_linen
 from suites.fixed_batch import FixedBatch
 
 from models.llama import LlamaConfig, as_model, random_params
 from paged_jax import BaselineRun, EngineConfig, compare
+from paged_jax.baselines import lockstep_baseline
+from paged_jax.integrations import linen
 
 CONFIG = EngineConfig(num_blocks=33, block_size=4)
 PROMPTS = [[5, 9, 3, 77, 1], [8], [4, 4, 30]]
@@ -96,3 +101,31 @@ def test_a_baseline_must_do_what_was_asked(model, run, message):
 def test_bad_arguments(model, options, message):
     with pytest.raises(ValueError, match=message):
         compare(model, PROMPTS, **options)
+
+
+def test_paged_against_flax_own_decode_cache():
+    module = stranger_linen.GPT()
+    params = stranger_linen.weights(module)
+    decoder = stranger_linen.GPT(decode=True)
+
+    def init_cache(num_rows, capacity):
+        ids = jnp.zeros((num_rows, capacity), jnp.int32)
+        shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), ids, ids))["cache"]
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def step(cache, tokens, position):
+        positions = jnp.broadcast_to(position, tokens.shape)
+        logits, state = decoder.apply(
+            params | {"cache": cache}, tokens, positions, mutable=["cache"]
+        )
+        return logits[:, 0], state["cache"]
+
+    model = linen.as_model(module.apply, params, max_position=stranger_linen.MAX_LEN)
+    prompts = [[5, 9, 3, 7, 1], [8], [4, 4, 30]]  # 40 tokens
+    baseline = lockstep_baseline(init_cache, step)
+    result = compare(model, prompts, max_tokens=COUNTS, config=CONFIG, baseline=baseline)
+    assert result.num_equal == 3
+    assert 0 < result.max_logit_difference < 1e-4
+    # Keys and values of 10 positions, three rows.
+    num_bytes = 3 * 10 * 4 * model.spec.kv_values_per_token
+    assert num_bytes <= result.dense_bytes < num_bytes + 100  # the rest: indices

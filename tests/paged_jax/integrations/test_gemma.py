@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from suites import zoo_runs
 
-from paged_jax import Engine, EngineConfig, SamplingParams
-from paged_jax.integrations.gemma import as_model, spec_from_config
+from paged_jax import Engine, EngineConfig, SamplingParams, compare
+from paged_jax.integrations.gemma import as_model, own_decoding, spec_from_config
 
 pytest.importorskip("gemma", reason="extra zoo")
 gm = pytest.importorskip("gemma.gm", reason="gemma 3 and later")
@@ -142,3 +142,17 @@ def test_other_models_are_refused():
     for zoo_model in (gm.nn.Gemma3n_E2B(), gm.nn.Gemma4_E2B(text_only=True)):
         with pytest.raises(ValueError, match=r"model=Gemma(3n|4)_E2B must be a Gemma 2 or 3"):
             as_model(zoo_model, {}, max_position=CAPACITY)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compared_with_its_own_decoding(case):
+    result = compare(
+        make_model(case),
+        [[5, 9, 3], [8] * 12, [4]],
+        max_tokens=[6, 4, 9],
+        config=EngineConfig(num_blocks=33, block_size=4),
+        baseline=own_decoding(make_zoo_model(case), make_params(case)),
+    )
+    assert result.is_equal
+    assert result.max_logit_difference < zoo_runs.TOLERANCE
+    assert result.dense_bytes > result.paged_bytes > 0

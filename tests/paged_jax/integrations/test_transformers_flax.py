@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from suites import zoo_runs
 
-from paged_jax.integrations.transformers_flax import as_model, spec_from_config
+from paged_jax import EngineConfig, compare
+from paged_jax.integrations.transformers_flax import as_model, own_decoding, spec_from_config
 
 transformers = pytest.importorskip("transformers", minversion="4.57", reason="extra zoo")
 pytest.importorskip("transformers.models.llama.modeling_flax_llama", reason="transformers 4.x")
@@ -157,3 +158,17 @@ def test_transformers_is_not_imported_by_the_library():
     names = "paged_jax.integrations.transformers_flax, paged_jax.integrations.gemma"
     code = f"import sys, {names}; assert not {{'transformers', 'gemma'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_compared_with_its_own_decoding(case):
+    result = compare(
+        make_model(case),
+        [[5, 9, 3], [8] * 12, [4]],
+        max_tokens=[6, 4, 9],
+        config=EngineConfig(num_blocks=33, block_size=4),
+        baseline=own_decoding(make_zoo_model(case)),
+    )
+    assert result.is_equal
+    assert result.max_logit_difference < zoo_runs.TOLERANCE
+    assert result.dense_bytes > result.paged_bytes > 0
