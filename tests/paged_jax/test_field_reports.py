@@ -50,7 +50,7 @@ def slot_bytes(engine: Engine, request_id: str, num_tokens: int) -> np.ndarray:
 
 def test_every_report_has_a_test():
     reports = json.loads((TESTS / "data/field_reports.json").read_text(encoding="utf-8"))
-    assert len(reports) == 59
+    assert len({report["id"] for report in reports}) == len(reports) == 59
     sources = "\n".join(path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py"))
     tested = {number.upper() for number in re.findall(r"^def test_(b\d\d)_", sources, re.MULTILINE)}
     missing = {report["id"] for report in reports} - tested
