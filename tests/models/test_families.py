@@ -1,5 +1,6 @@
 """What all families must do alike, and what each refuses; their logits: test_hf_goldens.py."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -13,6 +14,7 @@ from suites.fixed_batch import FixedBatch
 from suites.hf_golden import CASES, Golden
 
 from models.checkpoints.hf_config import HfConfig
+from models.common.rope import LongRope
 from models.gpt2 import GPT2, Gpt2Config
 from models.loading import load_model
 from models.opt import OPT, OptConfig
@@ -148,9 +150,22 @@ def test_long_rope_must_have_a_divisor_a_frequency(tmp_path):
     golden = Golden.load("phi3_long")
     settings = golden.config["rope_parameters"] | {"long_factor": [1.0], "short_factor": [1.0]}
     folder = golden.write_folder(tmp_path, rope_parameters=settings)
-    model = load_model(folder, progress=False)
-    with pytest.raises(ValueError, match="have 1 entries, must have 3"):
-        FixedBatch(model, "dense", num_rows=1, capacity=4).run([[1]], [1])
+    with pytest.raises(ValueError, match=r"config.json: .*have 1 entries, must have 3"):
+        load_model(folder, progress=False)
+
+
+def test_long_rope_is_of_the_context_that_is_served():
+    _, config = config_of("phi3_short")
+    scaling = config.rope_scaling
+    assert isinstance(scaling, LongRope)
+    np.testing.assert_allclose(
+        config.frequencies / config.with_max_position(96).frequencies,
+        np.divide(scaling.short_factors, scaling.long_factors),
+        rtol=1e-6,
+    )
+    assert config.with_max_position(96).rotation_scale == config.rotation_scale > 1
+    with pytest.raises(ValueError, match="max_position=96 must be that of LongRope"):
+        dataclasses.replace(config, max_position=96)
 
 
 def test_an_unknown_family_is_refused():
