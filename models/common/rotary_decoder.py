@@ -32,8 +32,8 @@ class RotaryDecoder(nn.Module):
       config: the geometry, with ``frequencies`` and ``rms_norm_eps``.
       dtype: of activations and products; norms, rotations, scores and logits are float32.
       param_dtype: of the weights; None means ``dtype``.
-      block: ``block(config, param_dtype, window)(carry, layer, window, cos, sin)``; the window is
-        the attribute where all layers have the same, the argument where they differ.
+      block: ``block(config, param_dtype, window)(carry, layer, window, cos, sin, *shared)``; the
+        window is the attribute where all layers have the same, the argument where they differ.
       norm_offset: added to the final norm's weight.
     """
 
@@ -51,6 +51,10 @@ class RotaryDecoder(nn.Module):
     def capped(self, logits: Float[Array, "B N V"]) -> Float[Array, "B N V"]:
         """What the output head's logits become; some families bound them."""
         return logits
+
+    def shared(self) -> tuple[Any, ...]:
+        """What all layers get beside the rotations."""
+        return ()
 
     @nn.compact
     def __call__(
@@ -77,14 +81,15 @@ class RotaryDecoder(nn.Module):
         embedding = self.param("embedding", EMBEDDING_INIT, table, param_dtype)
         x = self.scaled(embed(embedding, tokens, self.dtype))
         angles = angles_of(positions, config.frequencies)
+        shared = (jnp.cos(angles), jnp.sin(angles), *self.shared())
         scanned = scan_layers(
-            self.block, num_layers=config.num_layers, num_scanned=2, num_broadcast=2
+            self.block, num_layers=config.num_layers, num_scanned=2, num_broadcast=len(shared)
         )
         same = len(set(config.windows)) == 1
         layers = scanned(config, param_dtype, config.windows[0] if same else None, name="layers")  # pyright: ignore[reportCallIssue]
         windows = None if same else jnp.asarray([w or _ALL_KEYS for w in config.windows])
         indices = jnp.arange(config.num_layers, dtype=jnp.int32)
-        (x, cache), _ = layers((x, cache), indices, windows, jnp.cos(angles), jnp.sin(angles))
+        (x, cache), _ = layers((x, cache), indices, windows, *shared)
         x = take_positions(x, logits_at)
         x = RMSNorm(config.rms_norm_eps, param_dtype, self.norm_offset, name="final_norm")(x)
         head = embedding

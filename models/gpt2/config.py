@@ -7,6 +7,7 @@ from typing import Any
 
 from models.checkpoints.hf_config import HfConfig
 from models.common.config import DecoderConfig
+from paged_jax.config import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,9 +16,20 @@ class Gpt2Config(DecoderConfig):
 
     Attributes:
       layer_norm_eps: added to the variance.
+
+    Raises:
+      ValueError: the heads' widths do not add up to ``hidden_size``.
     """
 
     layer_norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        require(
+            self.q_width == self.kv_width == self.hidden_size,
+            f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} * "
+            f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} be num_heads",
+        )
+        super().__post_init__()
 
     @classmethod
     def from_hf(cls, hf: HfConfig) -> Gpt2Config:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from models.checkpoints.hf_config import HfConfig
 from models.common.config import DecoderConfig
-from models.common.rope import RopeScaling, Scaling, rope_frequencies, rope_from_hf
+from models.common.rope import LongRope, RopeScaling, Scaling, rope_frequencies, rope_from_hf
+from paged_jax.config import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,16 +21,48 @@ class LlamaConfig(DecoderConfig):
       rope_theta: base of the rotary frequencies.
       rope_scaling: how they are stretched, or None.
       rms_norm_eps: added to the mean square.
+
+    Raises:
+      ValueError: a ``LongRope`` is of another ``max_position``, or has not one divisor a frequency.
     """
 
     rope_theta: float = 10_000.0
     rope_scaling: Scaling | None = None
     rms_norm_eps: float = 1e-5
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scaling = self.rope_scaling
+        require(
+            not isinstance(scaling, LongRope) or scaling.max_position == self.max_position,
+            f"max_position={self.max_position} must be that of {scaling}; with_max_position "
+            "changes both",
+        )
+        _ = self.frequencies  # a scaling's divisors must fit
+
     @property
     def frequencies(self) -> np.ndarray:
         """Rotary frequencies in radians a token, float32 ``[D/2]``."""
         return rope_frequencies(self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling)
+
+    @property
+    def rotation_scale(self) -> float:
+        """Factor on rotated queries and keys."""
+        scaling = self.rope_scaling
+        return scaling.attention_factor if isinstance(scaling, LongRope) else 1.0
+
+    def with_max_position(self, max_position: int) -> Self:
+        """Return the settings that serve contexts of at most so many tokens with the same weights.
+
+        A ``LongRope`` has its short divisors where its ``original_max_position`` is enough.
+
+        Args:
+          max_position: longest context in tokens.
+        """
+        scaling = self.rope_scaling
+        if isinstance(scaling, LongRope):
+            scaling = dataclasses.replace(scaling, max_position=max_position)
+        return dataclasses.replace(self, max_position=max_position, rope_scaling=scaling)
 
     @classmethod
     def from_hf(cls, hf: HfConfig) -> LlamaConfig:

@@ -58,11 +58,28 @@ class Block(nn.Module):
         sin: Float[Array, "B T D/2"],
     ) -> Float[Array, "B T H D"]:
         """Rotate queries or keys."""
-        return rotate(x, cos, sin)
+        scale = self.config.rotation_scale
+        return rotate(x, cos, sin) if scale == 1 else rotate(x, scale * cos, scale * sin)
 
     def mlp(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         """What the layer adds to the residual stream after attention."""
         return self.down(gated(self.gate_up(x), nn.silu))
+
+    def attend(
+        self,
+        carry: Carry,
+        layer: Int[Array, ""],
+        window: Int[Array, ""] | None,
+        cos: Float[Array, "B T D/2"],
+        sin: Float[Array, "B T D/2"],
+    ) -> Carry:
+        """Run the layer's first half: attention and its sum."""
+        x, cache = carry
+        q, k, v = self.heads(self.attn_norm(x))
+        q, k = self.turn(q, cos, sin), self.turn(k, cos, sin)
+        size = self.window if window is None else window
+        attended, cache = cache.attend(layer, q, k, v, window=size)
+        return x + self.out(attended.reshape(*x.shape[:2], -1)), cache
 
     def __call__(
         self,
@@ -73,12 +90,7 @@ class Block(nn.Module):
         sin: Float[Array, "B T D/2"],
     ) -> tuple[Carry, None]:
         """Run the layer on the residual stream and the cache."""
-        x, cache = carry
-        q, k, v = self.heads(self.attn_norm(x))
-        q, k = self.turn(q, cos, sin), self.turn(k, cos, sin)
-        size = self.window if window is None else window
-        attended, cache = cache.attend(layer, q, k, v, window=size)
-        x = x + self.out(attended.reshape(*x.shape[:2], -1))
+        x, cache = self.attend(carry, layer, window, cos, sin)
         return (x + self.mlp(self.mlp_norm(x)), cache), None
 
 

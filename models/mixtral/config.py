@@ -40,8 +40,9 @@ class MixtralConfig(MistralConfig):
         Raises:
           ValueError: an entry is missing, or asks for what this family does not have.
         """
+        defaults = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
         return cls(
-            **vars(MistralConfig.from_hf(hf)),
+            **vars(MistralConfig.from_hf(HfConfig(hf.path, defaults | hf.values))),
             num_experts=hf.get("num_local_experts", 8),
             num_experts_per_token=hf.get("num_experts_per_tok", 2),
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from models.checkpoints.hf_config import HfConfig
 from models.common.config import DecoderConfig
+from paged_jax.config import require
 
 # Rows of the position table before that of position 0.
 POSITION_OFFSET = 2
@@ -22,11 +23,22 @@ class OptConfig(DecoderConfig):
       normalises_first: norms stand before attention and MLP, and one at the end; False: after the
         sums, none at the end (OPT-350M).
       layer_norm_eps: added to the variance.
+
+    Raises:
+      ValueError: the heads' widths do not add up to ``hidden_size``.
     """
 
     embedding_size: int
     normalises_first: bool = True
     layer_norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        require(
+            self.q_width == self.kv_width == self.hidden_size,
+            f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} * "
+            f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} be num_heads",
+        )
+        super().__post_init__()
 
     @classmethod
     def from_hf(cls, hf: HfConfig) -> OptConfig:

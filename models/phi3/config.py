@@ -38,12 +38,6 @@ class Phi3Config(MistralConfig):
         """Rotary frequencies in radians a token, float32 ``[rotary_dim/2]``."""
         return rope_frequencies(self.rotary_dim, theta=self.rope_theta, scaling=self.rope_scaling)
 
-    @property
-    def rotation_scale(self) -> float:
-        """Factor on rotated queries and keys."""
-        scaling = self.rope_scaling
-        return scaling.attention_factor if isinstance(scaling, LongRope) else 1.0
-
     @classmethod
     def from_hf(cls, hf: HfConfig) -> Phi3Config:
         """Read Hugging Face's settings.
@@ -55,7 +49,7 @@ class Phi3Config(MistralConfig):
         hf.expect("attention_bias", False)
         sizes = hf.sizes()
         settings = hf.rope
-        original = hf.get("original_max_position_embeddings", sizes["max_position"])
+        original = hf.get("original_max_position_embeddings", 4_096)
         settings.setdefault("original_max_position_embeddings", original)
         theta, scaling = rope_from_hf(settings, theta=10_000.0, max_position=sizes["max_position"])
         share = settings.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))

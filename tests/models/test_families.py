@@ -1,5 +1,6 @@
 """What all families must do alike, and what each refuses; their logits: test_hf_goldens.py."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -13,6 +14,7 @@ from suites.fixed_batch import FixedBatch
 from suites.hf_golden import CASES, Golden
 
 from models.checkpoints.hf_config import HfConfig
+from models.common.rope import LongRope
 from models.gpt2 import GPT2, Gpt2Config
 from models.loading import load_model
 from models.opt import OPT, OptConfig
@@ -132,7 +134,12 @@ def test_folders_may_leave_out_the_prefix(tmp_path, name, prefix):
         ("qwen2_windows", {"layer_types": ["full_attention"]}, "must be 3 sizes"),
         ("gpt2", {"activation_function": "relu"}, "must be 'gelu_new'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "must be False"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True must be False"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=True must be False"),
+        ("gpt2", {"n_head": 5}, "hidden_size=32 must be num_heads=5"),
         ("opt", {"enable_bias": False}, "enable_bias=False must be True"),
+        ("opt", {"_remove_final_layer_norm": True}, "must be False"),
+        ("opt", {"num_attention_heads": 5}, "hidden_size=32 must be num_heads=5"),
         ("phi3", {"partial_rotary_factor": 1.5, "rope_parameters": {}}, "rotary_dim=12 must be"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_token=5 must lie in 1 to"),
     ],
@@ -148,9 +155,22 @@ def test_long_rope_must_have_a_divisor_a_frequency(tmp_path):
     golden = Golden.load("phi3_long")
     settings = golden.config["rope_parameters"] | {"long_factor": [1.0], "short_factor": [1.0]}
     folder = golden.write_folder(tmp_path, rope_parameters=settings)
-    model = load_model(folder, progress=False)
-    with pytest.raises(ValueError, match="have 1 entries, must have 3"):
-        FixedBatch(model, "dense", num_rows=1, capacity=4).run([[1]], [1])
+    with pytest.raises(ValueError, match=r"config.json: .*have 1 entries, must have 3"):
+        load_model(folder, progress=False)
+
+
+def test_long_rope_is_of_the_context_that_is_served():
+    _, config = config_of("phi3_short")
+    scaling = config.rope_scaling
+    assert isinstance(scaling, LongRope)
+    np.testing.assert_allclose(
+        config.frequencies / config.with_max_position(96).frequencies,
+        np.divide(scaling.short_factors, scaling.long_factors),
+        rtol=1e-6,
+    )
+    assert config.with_max_position(96).rotation_scale == config.rotation_scale > 1
+    with pytest.raises(ValueError, match="max_position=96 must be that of LongRope"):
+        dataclasses.replace(config, max_position=96)
 
 
 def test_an_unknown_family_is_refused():
