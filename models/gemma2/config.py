@@ -9,7 +9,7 @@ import numpy as np
 
 from models.checkpoints.hf_config import HfConfig
 from models.common.config import DecoderConfig
-from models.common.rope import Scaling, rope_frequencies, rope_from_hf
+from models.common.rope import LongRope, Scaling, rope_frequencies, rope_from_hf
 from paged_jax.config import require
 
 _LAYER_KINDS = ("full_attention", "sliding_attention")
@@ -30,7 +30,8 @@ class Gemma2Config(DecoderConfig):
       rms_norm_eps: added to the mean square.
 
     Raises:
-      ValueError: there is not one window a layer, or the scalar or a cap is not positive.
+      ValueError: there is not one window a layer, the scalar or a cap is not positive, or
+        ``rope_scaling`` is a ``LongRope``.
     """
 
     query_pre_attn_scalar: float = 256.0
@@ -50,6 +51,10 @@ class Gemma2Config(DecoderConfig):
         for name in ("query_pre_attn_scalar", "attn_soft_cap", "final_soft_cap"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name}={value} must be > 0")
+        require(
+            not isinstance(self.rope_scaling, LongRope),
+            "rope_scaling must not be 'longrope': Gemma models have no attention factor",
+        )
         super().__post_init__()
 
     @property

@@ -9,6 +9,9 @@ from models.checkpoints.hf_config import HfConfig
 from models.llama.config import LlamaConfig
 from paged_jax.config import require
 
+# What a missing entry means: the geometry of Mistral 7B.
+_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MistralConfig(LlamaConfig):
@@ -40,7 +43,9 @@ class MistralConfig(LlamaConfig):
         Raises:
           ValueError: an entry is missing, or asks for what this family does not have.
         """
-        return cls(**vars(LlamaConfig.from_hf(hf)), sliding_window=hf.get("sliding_window"))
+        given = HfConfig(hf.path, _DEFAULTS | hf.values)
+        window = given.values["sliding_window"]  # null: none
+        return cls(**vars(LlamaConfig.from_hf(given)), sliding_window=window)
 
     def to_hf(self) -> dict[str, Any]:
         """Return Hugging Face's settings, which ``from_hf`` reads back."""

@@ -40,7 +40,7 @@ class MixtralConfig(MistralConfig):
         Raises:
           ValueError: an entry is missing, or asks for what this family does not have.
         """
-        defaults = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
+        defaults = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None}
         return cls(
             **vars(MistralConfig.from_hf(HfConfig(hf.path, defaults | hf.values))),
             num_experts=hf.get("num_local_experts", 8),

@@ -173,6 +173,17 @@ def test_long_rope_is_of_the_context_that_is_served():
         dataclasses.replace(config, max_position=96)
 
 
+@pytest.mark.parametrize(
+    ("window", "expected"), [("missing", 4096), (None, None), (8, 8)], ids=["missing", "null", "8"]
+)
+def test_missing_entries_of_mistral_are_those_of_its_first_model(window, expected):
+    sizes = {"hidden_size": 64, "num_attention_heads": 16, "intermediate_size": 64}
+    sizes |= {"vocab_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    given = {} if window == "missing" else {"sliding_window": window}
+    config = FAMILIES["mistral"].config_from_hf(HfConfig("config.json", sizes | given))
+    assert (config.sliding_window, config.num_kv_heads) == (expected, 8)
+
+
 def test_an_unknown_family_is_refused():
     with pytest.raises(ValueError, match=r"x: model_type='bert' must be one of .*'llama'"):
         family_of("bert", where="x")

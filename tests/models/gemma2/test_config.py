@@ -40,3 +40,11 @@ def test_caps(settings, caps):
 def test_written_settings_are_read_back(caps):
     config = read(STORED | dict(zip(CAPS, caps, strict=True)))
     assert read(config.to_hf()) == config
+
+
+def test_longrope_is_refused():
+    size = STORED["head_dim"] // 2
+    rope = {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 8}
+    rope |= {"short_factor": [1.0] * size, "long_factor": [2.0] * size}
+    with pytest.raises(ValueError, match="rope_scaling must not be 'longrope'"):
+        read(STORED | {"rope_parameters": rope})
