@@ -12,8 +12,9 @@ from absl import app, flags, logging
 from rich.console import Console
 from rich.table import Table
 
-import models
+import models.loading
 from models.checkpoints import FetchError, cache_root
+from models.stored import StoredModel
 from paged_jax import (
     Engine,
     EngineConfig,
@@ -76,12 +77,15 @@ def sampling_params() -> SamplingParams:
 
 def load_model(*, progress: bool = True) -> Model:
     """The model that the flags name, with compiled programs kept between runs."""
+    return open_model(progress=progress).load(DTYPE.value)
+
+
+def open_model(*, progress: bool = True) -> StoredModel:
+    """The model that the flags name, its weights not read yet."""
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # what JAX and the ops log: --verbosity=0
     enable_compilation_cache(CACHE_DIR.value)
-    return models.load_model(
-        MODEL.value, dtype=DTYPE.value, cache_dir=CACHE_DIR.value, progress=progress
-    )
+    return models.loading.open_model(MODEL.value, cache_dir=CACHE_DIR.value, progress=progress)
 
 
 def make_engine(model: Model, **settings: Any) -> Engine:

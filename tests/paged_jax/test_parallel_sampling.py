@@ -349,6 +349,7 @@ def check_random_mix(requests: list, seed: int, chunk_len: int | None) -> None:
 SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
+@pytest.mark.long
 @settings(SETTINGS, max_examples=20)
 @given(requests=REQUESTS, seed=st.integers(0, 9), chunk_len=st.sampled_from(list(ENGINES)))
 def test_random_mixes_with_cancels_at_random_steps(requests, seed, chunk_len):

@@ -180,11 +180,18 @@ def check_mixes(policy: str, kv_dtype: str, seeds: range) -> None:
     assert stats.num_swapped_in_blocks <= stats.num_swapped_out_blocks
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name == "recompute" else [])
+        for name in POLICIES
+    ],
+)
 def test_random_mixes_equal_each_request_alone(policy):
     check_mixes(policy, "float32", range(8))
 
 
+@pytest.mark.long
 def test_random_mixes_in_an_8_bit_pool():
     check_mixes("swap", "int8", range(5))
 

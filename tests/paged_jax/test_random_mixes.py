@@ -180,7 +180,14 @@ def run_mix(name: str, seed: int) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("name", ["recompute", "auto, drafts", "swap, zeroed, by priority"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("recompute", marks=pytest.mark.long),
+        "auto, drafts",
+        "swap, zeroed, by priority",
+    ],
+)
 def test_each_request_yields_what_it_would_alone(name):
     for seed in range(4):
         engine = run_mix(name, seed)
@@ -190,7 +197,9 @@ def test_each_request_yields_what_it_would_alone(name):
     assert engine.stats.num_copied_blocks > 0
 
 
-@pytest.mark.parametrize("name", ["orca_max", "orca_pow2", "orca_oracle"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("orca_max", marks=pytest.mark.long), "orca_pow2", "orca_oracle"]
+)
 def test_contiguous_regions_change_nothing_but_where_tokens_are(name):
     for seed in range(2):
         engine = run_mix(name, seed)

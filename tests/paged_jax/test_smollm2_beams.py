@@ -80,6 +80,7 @@ def check(model: Model, prompts: list[str], **fields) -> None:
     assert engine.num_used_blocks == 0
 
 
+@pytest.mark.long
 def test_equals_a_search_without_a_cache(smollm2):
     period = smollm2.tokenizer.encode(".")
     check(smollm2, PROMPTS[:1], beam_width=4, n=4, max_tokens=10, stop_token_ids=period)

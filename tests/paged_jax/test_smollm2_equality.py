@@ -140,7 +140,7 @@ def test_alone_and_reversed(smollm2, requests, dense):
     assert_equal_but_for_near_ties(tokens, dense)
 
 
-@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("block_size", [1, pytest.param(16, marks=pytest.mark.long)])
 def test_logits_at_the_same_shapes(smollm2, requests, block_size):
     compare_logits(smollm2, cut(requests, 8), block_size)
 

@@ -119,7 +119,11 @@ def test_drafts_begin_and_end_at_every_place_of_a_block(prompt_len):
     check(MIDDLE, prompts, params)
 
 
-@pytest.mark.parametrize("fields", [{}, {"top_k": 9, "top_p": 0.9}, {"min_p": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [pytest.param({}, marks=pytest.mark.long), {"top_k": 9, "top_p": 0.9}, {"min_p": 0.01}],
+    ids=str,
+)
 def test_sampled_with_seeds_and_logprobs(fields):
     prompts = tune_prompts(1, [17, 12, 30])
     params = [hot(30, seed=seed, **fields) for seed in range(3)]

@@ -1,6 +1,9 @@
 import json
 
+import pytest
 
+
+@pytest.mark.long
 def test_engines_agree_at_equal_memory(run_program, tmp_path):
     path = tmp_path / "figures.json"
     result = run_program(

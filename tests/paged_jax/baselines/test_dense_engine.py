@@ -78,6 +78,7 @@ def test_one_row_is_enough():
     assert tokens_of(outputs) == [hash_model.expected_greedy(p, 4) for p in PROMPTS[:3]]
 
 
+@pytest.mark.long
 def test_a_llama_says_the_same_as_with_the_paged_engine():
     """Greedy and sampled requests side by side."""
     config = LlamaConfig.tiny()
