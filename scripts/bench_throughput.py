@@ -38,6 +38,7 @@ def measure(
     num_requests: int,
     block_size: int,
     sampled: bool,
+    unroll: bool,
     cache_dir: Any,
     event_log: str | None = None,
 ) -> dict[str, float]:
@@ -45,7 +46,7 @@ def measure(
     import models
 
     cli.enable_compilation_cache(cache_dir)
-    model = models.load_model(dtype=dtype, cache_dir=cache_dir, progress=False)
+    model = models.load_model(dtype=dtype, cache_dir=cache_dir, progress=False, unroll=unroll)
     requests = workload.load()[:num_requests]
     prompts = [request.prompt_token_ids for request in requests]
     choice: dict[str, Any] = (
@@ -113,6 +114,7 @@ def main(argv: Sequence[str]) -> None:
         "num_requests": NUM_REQUESTS.value,
         "block_size": BLOCK_SIZE.value,
         "sampled": SAMPLED.value,
+        "unroll": cli.UNROLL.value,
         "cache_dir": cli.CACHE_DIR.value,
         "event_log": EVENT_LOG.value,
     }

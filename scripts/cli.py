@@ -29,6 +29,9 @@ MODEL = flags.DEFINE_string(
     "model", "smollm2-135m-instruct", "a known model's name, or a .gguf file"
 )
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "weights and KV pool")
+UNROLL = flags.DEFINE_bool(
+    "unroll", False, "weights of its own for each layer: decodes faster, compiles longer"
+)
 CACHE_DIR = flags.DEFINE_string("cache_dir", None, "where converted weights live")
 
 
@@ -77,7 +80,7 @@ def sampling_params() -> SamplingParams:
 
 def load_model(*, progress: bool = True) -> Model:
     """The model that the flags name, with compiled programs kept between runs."""
-    return open_model(progress=progress).load(DTYPE.value)
+    return open_model(progress=progress).load(DTYPE.value, unroll=UNROLL.value)
 
 
 def open_model(*, progress: bool = True) -> StoredModel:

@@ -13,10 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from models.common.layers import RMSNorm, embed, output_head
-from models.common.rope import angles_of
-from models.llama.config import LlamaConfig
-from models.llama.modeling import Block
 from paged_jax import Model
 from paged_jax.cache import DenseKVCache, PagedKVCache
 from paged_jax.pool import KVPool
@@ -67,11 +63,11 @@ class UnrolledCache:
             values, v.transpose(0, 2, 1, 3).astype(values.dtype), at
         )
         grouped = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        wide = {"preferred_element_type": jnp.float32}
-        scores = jnp.einsum("bkgd,bkcd->bkgc", grouped.astype(keys.dtype), keys, **wide)
+        dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        scores = dot("bkgd,bkcd->bkgc", grouped.astype(keys.dtype), keys)
         is_written = jnp.arange(capacity) <= self.starts[:, None, None, None]
         weights = jax.nn.softmax(jnp.where(is_written, scores * head_dim**-0.5, -jnp.inf), axis=-1)
-        out = jnp.einsum("bkgc,bkcd->bkgd", weights.astype(values.dtype), values, **wide)
+        out = dot("bkgc,bkcd->bkgd", weights.astype(values.dtype), values)
         layers = (*self.layers[:layer], (keys, values), *self.layers[layer + 1 :])
         return out.reshape(q.shape).astype(q.dtype), dataclasses.replace(self, layers=layers)
 
@@ -141,39 +137,22 @@ def rest_form(model: Model, batch: int, context: int) -> Form:
     return _compiled(run, model.params, NoCache(), batch)
 
 
-def unrolled_form(
-    model: Model, config: LlamaConfig, batch: int, context: int, *, dtype: str
-) -> Form:
-    """Layers unrolled, each with weights and cache arrays of its own: nothing is sliced."""
-    stacked = model.params["layers"]
-    layers = [
-        jax.tree.map(lambda x, layer=layer: jnp.array(x[layer]), stacked)
-        for layer in range(config.num_layers)
-    ]
-    params = {name: value for name, value in model.params.items() if name != "layers"}
-    params |= {"layers": layers}
-    shape = (batch, config.num_kv_heads, context, config.head_dim)
+def unrolled_form(model: Model, batch: int, context: int, *, dtype: str) -> Form:
+    """The simplest dense step: an array of keys and of values for each layer, read whole.
+
+    ``model`` has weights of its own for each layer (``unstack_layers``), and no windows.
+    """
+    spec = model.spec
+    shape = (batch, spec.num_kv_heads, context, spec.head_dim)
     starts = jnp.full(batch, context - 1, jnp.int32)
-    store = UnrolledCache(
-        tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in layers), starts + 0
-    )
-    weights_dtype = params["embedding"].dtype
-    block = Block(config, weights_dtype, None)
-    norm = RMSNorm(config.rms_norm_eps, weights_dtype)
-    angles = angles_of(starts[:, None], config.frequencies)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    layers = range(spec.num_layers)
+    arrays = tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in layers)
 
     def run(params: Any, store: UnrolledCache, tokens: Array) -> tuple[UnrolledCache, Array]:
-        x = embed(params["embedding"], tokens, weights_dtype)
-        carry: Any = (x, store)
-        for index, layer in enumerate(params["layers"]):
-            carry, _ = block.apply({"params": layer}, carry, index, None, cos, sin)
-        x, store = carry
-        x = norm.apply({"params": params["final_norm"]}, x)
-        head = params["embedding"] if config.tie_embeddings else params["head"]
-        return store, _best(output_head(x, head))
+        logits, store = _apply(model, params, tokens, starts, store)
+        return store, _best(logits)
 
-    return _compiled(run, params, store, batch)
+    return _compiled(run, model.params, UnrolledCache(arrays, starts + 0), batch)
 
 
 def _apply(model: Model, params: Any, tokens: Array, starts: Array, cache: Any) -> Any:

@@ -94,17 +94,24 @@ class Family:
 
         Args:
           config: the geometry.
-          params: the weights (``param_shapes`` says of which shapes).
+          params: the weights (``param_shapes`` says of which shapes), or what
+            ``weights.unstack_layers`` makes of them.
           dtype: of activations and products; the weights keep theirs.
           name: see ``Model``, as for the rest; None means the family's.
           tokenizer: likewise.
           eos_token_ids: likewise.
         """
-        module = self.module_class(config, jnp.dtype(dtype))
+        stacked = self.module_class(config, jnp.dtype(dtype))
+        unrolled = self.module_class(config, jnp.dtype(dtype), unroll=True)
 
         def apply(
             params: Any, tokens: Array, positions: Array, cache: Any, /, *, logits_at: Array
         ) -> tuple[Array, Any]:
+            module, layers = stacked, params["layers"]
+            if isinstance(layers, list | tuple):
+                rest = {name: leaf for name, leaf in params.items() if name != "layers"}
+                params = rest | {f"layers_{i}": layer for i, layer in enumerate(layers)}
+                module = unrolled
             return module.apply({"params": params}, tokens, positions, cache, logits_at=logits_at)  # pyright: ignore[reportReturnType]
 
         return Model(

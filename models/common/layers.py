@@ -132,6 +132,36 @@ def output_head(x: Float[Array, "B N C"], head: Float[Array, "V C"]) -> Float[Ar
     return logits[: num_rows * num_at].reshape(num_rows, num_at, -1)
 
 
+def run_layers(
+    block: type[nn.Module],
+    attributes: tuple[Any, ...],
+    carry: Any,
+    *,
+    num_layers: int,
+    unroll: bool,
+) -> Any:
+    """Run a block ``num_layers`` times, ``block(*attributes)(carry, layer) -> (carry, None)``.
+
+    Args:
+      block: what a layer is.
+      attributes: of the block.
+      carry: residual stream and cache.
+      num_layers: L.
+      unroll: each layer has weights of its own, ``layers_0`` and on; else they are stacked and
+        scanned, as ``layers``.
+
+    Returns:
+      The carry after the last layer.
+    """
+    if unroll:
+        for layer in range(num_layers):
+            carry, _ = block(*attributes, name=f"layers_{layer}")(carry, layer)
+        return carry
+    scanned = scan_layers(block, num_layers=num_layers, num_scanned=1, num_broadcast=0)
+    layers = scanned(*attributes, name="layers")  # pyright: ignore[reportCallIssue]
+    return layers(carry, jnp.arange(num_layers, dtype=jnp.int32))[0]
+
+
 def scan_layers(
     block: type[nn.Module], *, num_layers: int, num_scanned: int, num_broadcast: int
 ) -> Callable[..., nn.Module]:

@@ -32,6 +32,8 @@ class RotaryDecoder(nn.Module):
       config: the geometry, with ``frequencies`` and ``rms_norm_eps``.
       dtype: of activations and products; norms, rotations, scores and logits are float32.
       param_dtype: of the weights; None means ``dtype``.
+      unroll: each layer has weights of its own, ``layers_0`` and on; else they are stacked and
+        scanned, as ``layers``.
       block: ``block(config, param_dtype, window)(carry, layer, window, cos, sin, *shared)``; the
         window is the attribute where all layers have the same, the argument where they differ.
       norm_offset: added to the final norm's weight.
@@ -43,6 +45,7 @@ class RotaryDecoder(nn.Module):
     config: Any
     dtype: Any = jnp.float32
     param_dtype: Any = None
+    unroll: bool = False
 
     def scaled(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         """What the first layer gets of the embeddings; some families scale them."""
@@ -82,6 +85,18 @@ class RotaryDecoder(nn.Module):
         x = self.scaled(embed(embedding, tokens, self.dtype))
         angles = angles_of(positions, config.frequencies)
         shared = (jnp.cos(angles), jnp.sin(angles), *self.shared())
+        run = self._unrolled if self.unroll else self._scanned
+        x, cache = run((x, cache), shared)
+        x = take_positions(x, logits_at)
+        x = RMSNorm(config.rms_norm_eps, param_dtype, self.norm_offset, name="final_norm")(x)
+        head = embedding
+        if not config.tie_embeddings:
+            head = self.param("head", EMBEDDING_INIT, table, param_dtype)
+        return self.capped(output_head(x, head)), cache
+
+    def _scanned(self, carry: Carry, shared: tuple[Any, ...]) -> Carry:
+        """Run all layers as one, over stacked weights."""
+        config, param_dtype = self.config, self.param_dtype or self.dtype
         scanned = scan_layers(
             self.block, num_layers=config.num_layers, num_scanned=2, num_broadcast=len(shared)
         )
@@ -89,10 +104,12 @@ class RotaryDecoder(nn.Module):
         layers = scanned(config, param_dtype, config.windows[0] if same else None, name="layers")  # pyright: ignore[reportCallIssue]
         windows = None if same else jnp.asarray([w or _ALL_KEYS for w in config.windows])
         indices = jnp.arange(config.num_layers, dtype=jnp.int32)
-        (x, cache), _ = layers((x, cache), indices, windows, *shared)
-        x = take_positions(x, logits_at)
-        x = RMSNorm(config.rms_norm_eps, param_dtype, self.norm_offset, name="final_norm")(x)
-        head = embedding
-        if not config.tie_embeddings:
-            head = self.param("head", EMBEDDING_INIT, table, param_dtype)
-        return self.capped(output_head(x, head)), cache
+        return layers(carry, indices, windows, *shared)[0]
+
+    def _unrolled(self, carry: Carry, shared: tuple[Any, ...]) -> Carry:
+        """Run one layer after the other, each with weights and a window of its own."""
+        config, param_dtype = self.config, self.param_dtype or self.dtype
+        for layer, window in enumerate(config.windows):
+            block = self.block(config, param_dtype, window, name=f"layers_{layer}")  # pyright: ignore[reportCallIssue]
+            carry, _ = block(carry, layer, None, *shared)  # pyright: ignore[reportCallIssue]
+        return carry

@@ -148,6 +148,31 @@ def random_params(weights: Sequence[Weight], seed: int, *, dtype: Any = jnp.floa
     return nested([(one.path, leaf) for one, leaf in zip(weights, draw_all(keys), strict=True)])
 
 
+def unstack_layers(params: Tree, *, num_layers: int) -> Tree:
+    """Return the parameters with arrays for each layer, ``layers`` becoming a list of trees.
+
+    Leaves are taken out of ``params`` one by one, so that memory holds no second copy of all. XLA
+    then copies no layer's weights out of a stack: decoding is faster, above all of few rows, and
+    compiles longer, as every layer is compiled by itself.
+
+    Args:
+      params: nested dicts; those under ``layers`` are emptied.
+      num_layers: leading axis of the leaves under ``layers``.
+    """
+    split = jax.jit(lambda leaf: [leaf[layer] for layer in range(num_layers)])
+
+    def take(tree: Tree) -> list[Tree]:
+        layers: list[Tree] = [{} for _ in range(num_layers)]
+        for name in list(tree):
+            leaf = tree.pop(name)
+            parts = take(leaf) if isinstance(leaf, dict) else split(leaf)
+            for layer, part in zip(layers, parts, strict=True):
+                layer[name] = part
+        return layers
+
+    return {**params, "layers": take(params["layers"])}
+
+
 def nested(leaves: Sequence[tuple[str, Any]]) -> Tree:
     """Return leaves by dotted path as nested dicts."""
     tree: Tree = {}

@@ -14,7 +14,7 @@ from models.common.layers import (
     LayerNorm,
     embed,
     output_head,
-    scan_layers,
+    run_layers,
     take_positions,
 )
 from models.common.learned_positions import BiasedBlock
@@ -31,11 +31,13 @@ class Gpt2(nn.Module):
       config: the geometry.
       dtype: of activations and products; norms, scores and logits are float32.
       param_dtype: of the weights; None means ``dtype``.
+      unroll: see ``run_layers``.
     """
 
     config: Gpt2Config
     dtype: Any = jnp.float32
     param_dtype: Any = None
+    unroll: bool = False
 
     @nn.compact
     def __call__(
@@ -53,10 +55,11 @@ class Gpt2(nn.Module):
         places = (config.max_position, config.hidden_size)
         places = self.param("positions", EMBEDDING_INIT, places, param_dtype)
         x = embed(embedding, tokens, self.dtype) + embed(places, positions, self.dtype)
-        layers = scan_layers(
-            BiasedBlock, num_layers=config.num_layers, num_scanned=1, num_broadcast=0
-        )(config, param_dtype, gelu_tanh, name="layers")  # pyright: ignore[reportCallIssue]
-        (x, cache), _ = layers((x, cache), jnp.arange(config.num_layers, dtype=jnp.int32))
+        attributes = (config, param_dtype, gelu_tanh)
+        num_layers, unroll = config.num_layers, self.unroll
+        x, cache = run_layers(
+            BiasedBlock, attributes, (x, cache), num_layers=num_layers, unroll=unroll
+        )
         x = take_positions(x, logits_at)
         x = LayerNorm(config.layer_norm_eps, param_dtype, name="final_norm")(x)
         if config.tie_embeddings:

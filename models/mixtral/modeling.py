@@ -51,7 +51,8 @@ class Experts(nn.Module):
         Args:
           x: the tokens.
           layer: index into the stack.
-          stack: the experts' weights of all layers, ``[L, E, in, out]``; None while they are made.
+          stack: the experts' weights of all layers, ``[L, E, in, out]``; None: the
+            layer's own are read.
         """
         config, width = self.config, x.shape[-1]
         num, mlp = config.num_experts, config.intermediate_size
@@ -115,7 +116,7 @@ class Mixtral(RotaryDecoder):
     block = Block
 
     def shared(self) -> tuple[Any, ...]:
-        """The experts' weights of all layers."""
-        if self.is_initializing():
+        """The experts' weights of all layers, where they are stacked."""
+        if self.is_initializing() or self.unroll:
             return (None,)
         return (self.variables["params"]["layers"]["experts"],)

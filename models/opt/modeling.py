@@ -14,7 +14,7 @@ from models.common.layers import (
     Projection,
     embed,
     output_head,
-    scan_layers,
+    run_layers,
     take_positions,
 )
 from models.common.learned_positions import BiasedBlock
@@ -29,11 +29,13 @@ class Opt(nn.Module):
       config: the geometry.
       dtype: of activations and products; norms, scores and logits are float32.
       param_dtype: of the weights; None means ``dtype``.
+      unroll: see ``run_layers``.
     """
 
     config: OptConfig
     dtype: Any = jnp.float32
     param_dtype: Any = None
+    unroll: bool = False
 
     @nn.compact
     def __call__(
@@ -55,10 +57,11 @@ class Opt(nn.Module):
         if is_projected:
             x = Projection(config.hidden_size, param_dtype, name="project_in")(x)
         x = x + embed(places, positions + POSITION_OFFSET, self.dtype)
-        layers = scan_layers(
-            BiasedBlock, num_layers=config.num_layers, num_scanned=1, num_broadcast=0
-        )(config, param_dtype, nn.relu, config.normalises_first, name="layers")  # pyright: ignore[reportCallIssue]
-        (x, cache), _ = layers((x, cache), jnp.arange(config.num_layers, dtype=jnp.int32))
+        attributes = (config, param_dtype, nn.relu, config.normalises_first)
+        num_layers, unroll = config.num_layers, self.unroll
+        x, cache = run_layers(
+            BiasedBlock, attributes, (x, cache), num_layers=num_layers, unroll=unroll
+        )
         x = take_positions(x, logits_at)
         if config.normalises_first:
             x = LayerNorm(config.layer_norm_eps, param_dtype, name="final_norm")(x)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from suites.hf_golden import CASES, Golden
 
 from models.checkpoints.hf_config import HfConfig
 from models.common.rope import LongRope
+from models.common.weights import unstack_layers
 from models.gpt2 import GPT2, Gpt2Config
 from models.loading import load_model
 from models.opt import OPT, OptConfig
@@ -40,10 +42,12 @@ def num_params(family, config):
     return sum(math.prod(weight.leaf_shape) for weight in family.weights(config))
 
 
-IN_PLACE = [
-    name if name in ("gpt2", "mixtral") else pytest.param(name, marks=pytest.mark.long)
-    for name in CASES
-]
+def few_of_the_cases(*names):
+    """These in ``make test``, all of them in the long tests."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+
+
+IN_PLACE, UNROLLED = few_of_the_cases("gpt2", "mixtral"), few_of_the_cases("gemma3", "mixtral")
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
@@ -68,6 +72,24 @@ def test_a_decode_step_updates_the_pool_in_place(name):
     memory = step.lower(params, pool, state, packed, layout=layout).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= pool.nbytes
     assert memory.temp_size_in_bytes < 0.05 * pool.nbytes
+
+
+@pytest.mark.parametrize("name", UNROLLED)
+def test_layers_with_weights_of_their_own_say_the_same(name):
+    family, config = config_of(name)
+    params = family.random_params(config, 0)
+    stacked = family.as_model(config, params)
+    copied = jax.tree.map(lambda leaf: leaf, params)  # its dicts are emptied
+    copied = unstack_layers(copied, num_layers=config.num_layers)
+    unrolled = dataclasses.replace(stacked, params=copied)
+    prompts = [list(range(5, 19)), [7, 3]]
+    logits = []
+    for model in (stacked, unrolled):
+        batch = FixedBatch(model, "paged", num_rows=2, capacity=16, block_size=4, fill=np.nan)
+        logits.append([batch.prefill(prompts, chunk=4), batch.run([[1], [2]], [1, 1])[:, 0]])
+    np.testing.assert_allclose(logits[1], logits[0], atol=2e-5, rtol=1e-5)
+    assert len(copied["layers"]) == config.num_layers
+    assert num_params(family, config) == sum(leaf.size for leaf in jax.tree.leaves(copied))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -180,7 +202,7 @@ def test_missing_entries_of_mistral_are_those_of_its_first_model(window, expecte
     sizes = {"hidden_size": 64, "num_attention_heads": 16, "intermediate_size": 64}
     sizes |= {"vocab_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
     given = {} if window == "missing" else {"sliding_window": window}
-    config = FAMILIES["mistral"].config_from_hf(HfConfig("config.json", sizes | given))
+    config = FAMILIES["mistral"].config_from_hf(HfConfig(Path("config.json"), sizes | given))
     assert (config.sliding_window, config.num_kv_heads) == (expected, 8)
 
 

@@ -43,6 +43,14 @@ def test_the_weights_arrive_unchanged(write_gguf, tmp_path):
         np.testing.assert_array_equal(model.params["layers"][name]["weight"], entry["weight"])
 
 
+def test_layers_with_weights_of_their_own(write_gguf, tmp_path):
+    stacked = load(write_gguf(), tmp_path).params["layers"]
+    layers = load(write_gguf(), tmp_path, unroll=True).params["layers"]
+    for index, layer in enumerate(layers):
+        for name, entry in stacked.items():
+            np.testing.assert_array_equal(layer[name]["weight"], entry["weight"][index])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes(write_gguf, tmp_path, dtype):
     model = load(write_gguf(), tmp_path, dtype=dtype)
