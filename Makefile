@@ -12,7 +12,7 @@ REPORT_ARGS ?=
 PAPER_ARGS ?=
 HF_ARGS ?= --check
 
-.PHONY: help demo install dev train paper test lint types unit test-all test-sampled test-long test-kernels test-zoo test-min compile-report hf-goldens fmt bench clean
+.PHONY: help demo install dev train paper test lint types unit test-all test-sampled test-long test-kernels test-zoo test-min compile-report hf-goldens peers fmt bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -67,6 +67,10 @@ hf-goldens: ## tests/data/hf against transformers and torch, computed anew (HF_A
 	@PYTHON_HF="$(PYTHON_HF)" scripts/hf/make_venv.sh .venv-hf
 	.venv-hf/bin/python scripts/hf/make_goldens.py $(HF_ARGS)
 
+peers: ## the engines that bench_peers compares with, each in an environment of its own (4 GB)
+	@PYTHON_PEERS="$(PYTHON_PEERS)" scripts/peers/make_venv.sh .venv-vllm
+	@PYTHON_HF="$(PYTHON_HF)" scripts/hf/make_venv.sh .venv-hf
+
 fmt: dev ## format and fix what ruff can fix
 	$(RUFF) format .
 	$(RUFF) check --fix .
@@ -87,4 +91,4 @@ paper: ## the paper's experiments beside its figures, into results/ (PAPER_ARGS=
 	$(PY) scripts/paper.py all --jobs=$(JOBS) $(PAPER_ARGS)
 
 clean: ## remove environments and caches of the checkout (not the converted weights)
-	rm -rf .venv .venv-min .venv-aot .venv-hf .venv-zoo .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-min .venv-aot .venv-hf .venv-vllm .venv-zoo .pytest_cache .ruff_cache .hypothesis build *.egg-info
