@@ -59,6 +59,21 @@ class HfConfig:
             raise ValueError(f"{self.path}: expected the entry {key!r}, it is missing")
         return value
 
+    def need_size(self, key: str, default: int | None = None) -> int:
+        """Return an entry that is a whole number.
+
+        Args:
+          key: the entry.
+          default: what a missing entry means; None: it must be there.
+
+        Raises:
+          ValueError: it is missing, or something else.
+        """
+        value = self.need(key) if default is None else self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{self.path}: {key}={value!r} must be an integer")
+        return value
+
     def expect(self, key: str, expected: Any, *, default: Any = None) -> None:
         """Refuse what the family does not have.
 
@@ -84,15 +99,20 @@ class HfConfig:
         return merged
 
     def sizes(self) -> dict[str, Any]:
-        """The fields of ``DecoderConfig``, where they have the names that most families use."""
-        hidden_size, num_heads = self.need("hidden_size"), self.need("num_attention_heads")
+        """The fields of ``DecoderConfig``, where they have the names that most families use.
+
+        Raises:
+          ValueError: one is missing, or no integer.
+        """
+        hidden_size = self.need_size("hidden_size")
+        num_heads = self.need_size("num_attention_heads")
         return {
-            "vocab_size": self.need("vocab_size"),
+            "vocab_size": self.need_size("vocab_size"),
             "hidden_size": hidden_size,
-            "intermediate_size": self.need("intermediate_size"),
-            "num_layers": self.need("num_hidden_layers"),
+            "intermediate_size": self.need_size("intermediate_size"),
+            "num_layers": self.need_size("num_hidden_layers"),
             "num_heads": num_heads,
-            "num_kv_heads": self.get("num_key_value_heads", num_heads),
-            "head_dim": self.get("head_dim", hidden_size // num_heads),
-            "max_position": self.need("max_position_embeddings"),
+            "num_kv_heads": self.need_size("num_key_value_heads", num_heads),
+            "head_dim": self.need_size("head_dim", hidden_size // max(num_heads, 1)),
+            "max_position": self.need_size("max_position_embeddings"),
         }

@@ -152,6 +152,8 @@ def test_folders_may_leave_out_the_prefix(tmp_path, name, prefix):
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of 'default'"),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "must have the entry 'factor'"),
         ("llama", {"hidden_size": None}, "expected the entry 'hidden_size'"),
+        ("llama", {"hidden_size": "32"}, "hidden_size='32' must be an integer"),
+        ("llama", {"num_attention_heads": 0}, "num_heads=0 must be"),
         ("mistral", {"sliding_window": 0}, "sliding_window=0 must be >= 1"),
         ("qwen2_windows", {"layer_types": ["full_attention"]}, "must be 3 sizes"),
         ("gpt2", {"activation_function": "relu"}, "must be 'gelu_new'"),
