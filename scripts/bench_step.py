@@ -133,7 +133,7 @@ def main(argv: Sequence[str]) -> None:
     dtype, context = cli.DTYPE.value, CONTEXT.value
     model = cli.load_model()
     machine = measure_machine(dtype)
-    console = Console()
+    console = Console(width=120)
     console.print(
         f"{model.name}, {dtype}, context {context}: reads {machine.bytes_per_second / 1e9:.1f} "
         f"GB/s, multiplies {machine.flops / 1e9:.0f} billion operations/s"
