@@ -2,9 +2,9 @@ import pytest
 
 from models import load_model
 from paged_jax import Engine, EngineConfig, SamplingParams
-from paged_jax_scripts.bench_peers import figures_of, installed
 from paged_jax_scripts.peers.engines import PEERS, Running
 from paged_jax_scripts.peers.protocol import Timer
+from paged_jax_scripts.peers.rounds import figures_of, installed
 
 REQUESTS = [
     {"prompt_token_ids": [5, 6, 7], "max_tokens": 4},
